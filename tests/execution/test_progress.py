@@ -19,7 +19,7 @@ from tests.support.terminals import on_a_terminal
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 LOG_LINE = re.compile(
-    r"(?P<failed>[\d,]+) failed, (?P<rows>[\d,]+)( of [\d,]+)? rows,( \d+ \w+ left,)?"
+    r"(?P<failed>[\d,]+) failed, (?P<rows>[\d,]+)( of [\d,]+)? rows,( [\d.]+ \w+ left,)?"
     r" (?P<tokens>[\d,]+) output tok/s, [\d.]+ rows/s, (?P<in_flight>\d+) in flight,"
     r" [\d,]+ prompt tok/s$"
 )
