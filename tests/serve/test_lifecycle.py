@@ -150,9 +150,9 @@ def _all_completed(client: openai.OpenAI, names: Iterable[str]) -> int:
 def test_a_higher_priority_goes_first(
     client: openai.OpenAI, ask: Callable[..., dict[str, Any]]
 ) -> None:
-    rows = [ask(str(n), f"Row {n}", max_tokens=32, min_tokens=32) for n in range(150)]
-    first = submit(client, rows[:100])
-    urgent = submit(client, rows, extra_body={"priority": 5})
+    rows = [ask(str(n), f"Row {n}", max_tokens=32, min_tokens=32) for n in range(300)]
+    first = submit(client, rows)
+    urgent = submit(client, rows[:50], extra_body={"priority": 5})
     assert ended(client, urgent).status == "completed"
     assert client.batches.retrieve(first.id).status in ("in_progress", "finalizing")
     assert ended(client, first).status == "completed"
