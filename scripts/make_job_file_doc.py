@@ -24,7 +24,6 @@ from batchkit.config.speed_options import SPEED_OPTIONS
 from batchkit.config.suggest import NAMES
 from batchkit.config.tables import (
     JobConfig,
-    JudgeTable,
     RolloutTable,
     ScoringRule,
     ServerTable,
@@ -106,20 +105,6 @@ Your own names for the templates, and for `input.path` and `media.root`: text, n
 file serves several runs: `--set vars.language=French`.
 """
 
-JUDGE = """
-## `[scoring.judge]`
-
-{text}
-
-`max_score` ({limits}) is the highest score of the judge. `step` is the name of one of `[[steps]]`, with `answer = false`,
-whose answers are the scores. Without `step`, set `[scoring.judge.engine]`, `[scoring.judge.sampling]` and
-`[scoring.judge.prompt]`, with the keys that these tables have at top level. docs/scoring.md describes both.
-""".format(
-    text=" ".join((JudgeTable.__doc__ or "").split()),
-    limits=f"default {JudgeTable.model_fields['max_score'].default:g}",
-)
-
-
 SPEED = f"""
 These options change speed and memory use, not answers. A run may be resumed with other values of them:
 {textwrap.fill(", ".join(f"`{name}`" for name in SPEED_OPTIONS), 115)}.
@@ -181,7 +166,6 @@ def document() -> str:
         + _section("rollout", RolloutTable)
         + ENGINES
         + VARIANTS
-        + JUDGE
         + _section("[scoring.rules]", ScoringRule)
         + ELSEWHERE
         + "".join(

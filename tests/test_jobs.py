@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from batchkit.commands.demo_digits import build_demo_digits
+from batchkit.commands.score.judge import keys_of_judge
 from batchkit.commands.validate import validate
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
@@ -30,6 +31,7 @@ from batchkit.rendering.steps import render_or_fail, renderer_of
 from batchkit.runs.run import Run
 from batchkit.sources import read_rows
 from batchkit.types import Completion, Request, Row
+from tests.support import command_line
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl
@@ -143,7 +145,12 @@ def records_of(job: JobConfig) -> list[dict[str, Any]]:
 # All jobs
 
 
-@pytest.mark.parametrize("path", sorted(JOBS.glob("*.toml")), ids=lambda path: path.stem)
+# The judge's input is a run: test_a_judge_reads_the_analyses_of_a_run.
+@pytest.mark.parametrize(
+    "path",
+    sorted({*JOBS.glob("*.toml")} - {JOBS / "realhit_judge.toml"}),
+    ids=lambda path: path.stem,
+)
 def test_every_job_that_ships_validates_and_names_its_run_after_itself(
     path: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,10 +339,7 @@ def test_a_run_scores_each_row_by_the_rule_of_its_kind(root: Path) -> None:
         if kind == "Visualization":
             assert scores == {"ecr": None, "pass": None}  # its code may not be run
         elif subtype in ("Summary Analysis", "Anomaly Analysis"):
-            assert scores == {"judge": None}  # there is no judge
-        elif kind == "Data Analysis":
-            assert scores.keys() == overlaps | {"judge"}
-            assert (scores["em"], scores["judge"]) == (0, None)
+            assert scores == {}  # a judge scores it
         elif kind == "Structure Comprehending":
             assert scores == dict.fromkeys(overlaps)  # its reference is empty
         else:
@@ -369,30 +373,28 @@ def test_twins_may_be_named_by_the_rows_themselves(root: Path) -> None:
     assert text_of("fruit-table01_swap", "latex") in prompt
 
 
-def uncommented_judge(name: str) -> str:
-    """The job file with the comment marks of its [scoring.judge] taken away."""
-    lines = (JOBS / f"{name}.toml").read_text(encoding="utf-8").splitlines()
-    start = lines.index("# [scoring.judge]")
-    return "\n".join([*lines[:start], *(line.removeprefix("#")[1:] for line in lines[start:])])
-
-
 @pytest.mark.parametrize("name", MODALITIES)
-def test_the_judge_that_is_commented_out_can_be_used(name: str, root: Path) -> None:
-    path = root / "job.toml"
-    path.write_text(uncommented_judge(name), encoding="utf-8")
-    prompt = f"scoring.judge.prompt.user_file={JOBS / 'prompts' / 'judge.j2'}"
-    user = f"prompt.user_file={JOBS / 'prompts' / 'realhit.j2'}"
-    job = load_job(path, [*DRY, f"vars.root={root}", prompt, user])
-    assert job.scoring.judge is not None
-    assert job.scoring.judge.engine.kind == "openai-server"
-    judging = job.model_copy(update={"prompt": job.scoring.judge.prompt})
-    answered = {"prediction": " Seven. ", "reference": "7", "text": "So: Seven."}
-    renderer = PromptRenderer(judging)
-    for row in read_rows(job.input):
-        text = prompt_of(renderer, Row(row.index, row.id, {**row.fields, **answered}))
+def test_a_judge_reads_the_analyses_of_a_run(
+    name: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    overrides = [text for of in (*DRY, f"vars.root={root}") for text in ("--set", of)]
+    assert (
+        command_line.batchkit(
+            "run", str(JOBS / f"{name}.toml"), *overrides, "--name", "a"
+        ).exit_code
+        == 0
+    )
+    given = {**keys_of_judge(Path("output/a.dry-run")), "output.dir": "output"}
+    job = load_job(JOBS / "realhit_judge.toml", [f"vars.root={root}"], given)
+    renderer, rows = renderer_of(job), [*read_rows(job.input)]
+    assert {row.fields["SubQType"] for row in rows} == {f"{kind} Analysis" for kind in ANALYSES}
+    for row in rows:
+        text = prompt_of(renderer, row)
         is_free = row.fields["SubQType"] in ("Summary Analysis", "Anomaly Analysis")
         assert (text_of("fruit-table01", "latex") in text) == is_free
-        assert "# Reference answer\n7\n\n# Answer to grade\nSeven.\n\n# How" in text
+        reference, answer = row.fields["FinalAnswer"], row.fields["prediction"].strip()
+        assert f"# Reference answer\n{reference}\n\n# Answer to grade\n{answer}\n\n# How" in text
         assert text.endswith("\n[Score]: xx/100")
         assert "\n\n\n" not in text
 

@@ -88,13 +88,6 @@ SYNTAX = [
         ("scoring.reference: is '5' in the first row, but the possible answers are good, bad",),
         0,
     ),
-    Mistake(
-        "validate job.toml --set scoring.reference=label --set 'scoring.scorers=[\"judge\"]'",
-        (
-            'scoring: the scorer "judge" has no model, so no answer is judged: set [scoring.judge.engine]',
-        ),
-        0,
-    ),
 ]
 
 

@@ -38,6 +38,7 @@ from batchkit.errors import JobError
 
 if TYPE_CHECKING:
     from batchkit.config.tables import JobConfig
+    from batchkit.execution.start import OnChange
     from batchkit.execution.summary import Outcome
 
 _TEMPLATES: dict[str, Any] = {"metavar": "TEMPLATE", "multiple": True}
@@ -128,14 +129,8 @@ def cli() -> None:
     "vary",
     "Run JOB once for each value of a key, and compare the runs: sampling.temperature=0,0.7. May be repeated.",
 )
-@click.option("--fresh", is_flag=True, help="Start a new run, and keep the old folder as <name>.1.")
-@click.option(
-    "--on-change",
-    type=click.Choice(["fail", "new", "requeue"]),
-    default="fail",
-    help="What to do if the job or the input changed since the run started: fail with a diff, start a new run, or"
-    " requeue the rows that the change affects.",
-)
+@options.FRESH
+@options.ON_CHANGE
 @click.option(
     "--skip-from",
     type=FILE,
@@ -398,33 +393,56 @@ def export(
 @click.option(
     "--job", type=FILE, metavar="JOB", help="Job file whose input and [scoring] are used."
 )
+@click.option(
+    "--judge",
+    type=FILE,
+    metavar="JOB",
+    help="Run this job on the answers of RUN, in the folder RUN/NAME, and add its scores to those of RUN. --set, --fresh"
+    " and --on-change apply to this job.",
+)
+@options.FRESH
+@options.ON_CHANGE
 @options.TRUST
 @SET
 @printed
 def score(
-    run: str | None, predictions: Path | None, job: Path | None, trust: bool, overrides: Texts
+    run: str | None,
+    predictions: Path | None,
+    job: Path | None,
+    judge: Path | None,
+    fresh: bool,
+    on_change: OnChange,
+    trust: bool,
+    overrides: Texts,
 ) -> Result:
     """Score the answers of RUN again, without the model.
 
     Uses the [scoring] of --job, or of RUN if RUN is a job file; else the scoring that the run was started with.
     Scores are percentages; rewards range from 0 to 10. Failed rows are not scored, and unscored rows do not count as 0.
+    Exits with 3 if --judge gave no score.
     """
     from batchkit.commands.score import check_overrides, job_of_rows, job_to_score, score_run
+    from batchkit.commands.score.judge import judge_run, keys_of_judge
     from batchkit.commands.score.predictions import score_predictions
-    from batchkit.commands.trust import vouched
     from batchkit.runs.compare import RunScores
 
     named = job or job_file(run)
-
-    def judged(job: JobConfig) -> JobConfig:
-        return vouched(job, say, of=("scoring",), trust=trust, named=named, overrides=overrides)
-
+    if judge is not None:
+        if job is not None or predictions is not None:
+            raise click.UsageError(
+                "--judge scores the answers of a RUN; leave --job and --predictions out"
+            )
+        of = find(run)
+        judging = load(judge, overrides, keys_of_judge(of), of=("",), trust=trust)
+        return judge_run(of, judging, fresh=fresh, on_change=on_change, say=say)
+    if fresh or on_change != "fail" or trust:
+        raise click.UsageError("--fresh, --on-change and --trust are for --judge")
     if predictions is not None:
         folder = None if named or run is None else find(run)
-        return score_predictions(judged(job_of_rows(named, folder, overrides)), predictions, say)
+        return score_predictions(job_of_rows(named, folder, overrides), predictions, say)
     check_overrides(overrides)
     of = find(run, overrides)
-    return RunScores.of(score_run(of, judged(job_to_score(of, named, overrides)), say=say), of)
+    return RunScores.of(score_run(of, job_to_score(of, named, overrides), say=say), of)
 
 
 @cli.command()

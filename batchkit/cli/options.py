@@ -112,6 +112,16 @@ MEDIA = click.option(
     help="Allow reading inputs and images below DIR; default the folders in the run's job file, if that file exists."
     " May be repeated.",
 )
+FRESH = click.option(
+    "--fresh", is_flag=True, help="Start a new run, and keep the old folder as <name>.1."
+)
+ON_CHANGE = click.option(
+    "--on-change",
+    type=click.Choice(["fail", "new", "requeue"]),
+    default="fail",
+    help="What to do if the job or the input changed since the run started: fail with a diff, start a new run, or"
+    " requeue the rows that the change affects.",
+)
 TRUST = click.option(
     "--trust",
     is_flag=True,

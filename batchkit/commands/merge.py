@@ -370,6 +370,7 @@ def _manifest(
         "skipped_elsewhere": 0,
         "scoring": scoring_of(job) if in_one_way or not job.scoring.is_on else None,
         "scored_from": scored_from(folder, job) if in_one_way else None,
+        "judged": [*dict.fromkeys(name for part in parts for name in part.manifest.judged)],
         "starts": starts,
         "merged_from": merged.runs,
     }

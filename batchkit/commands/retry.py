@@ -77,7 +77,7 @@ def retry_failed(
     _check_overrides(overrides, folder)
     then = read_manifest(folder).identity
     check_log(folder)
-    due = _due(folder, kinds)
+    due = due_rows(folder, kinds)
     if not due.attempts:
         return Retry(kinds)
     given = None if job_file is None else load_job(job_file)
@@ -107,7 +107,7 @@ def retry_failed(
     return Retry(kinds, len(due.attempts), due.by_kind, recovered, summary)
 
 
-class _Due(NamedTuple):
+class Due(NamedTuple):
     """The rows to retry. ``attempts``: number of the last attempt, by row index. ``quarantined``: rows that killed an
     engine and must run alone."""
 
@@ -116,10 +116,13 @@ class _Due(NamedTuple):
     by_kind: Counter[str]
 
 
-def _due(folder: Path, kinds: Sequence[str]) -> _Due:
-    due = _Due({}, set(), Counter())
+def due_rows(folder: Path, kinds: Sequence[str] = (), before: str | None = None) -> Due:
+    """Return the rows whose newest record is a failure: of these ``kinds``, and finished ``before`` this time."""
+    due = Due({}, set(), Counter())
     for record in read_newest(folder / RESULTS):
         kind = failure_kind(record)
+        if before is not None and record["finished_at"] >= before:
+            continue
         if kind is not None and (not kinds or kind in kinds):
             due.attempts[record["index"]] = record.get("attempt") or 1
             due.by_kind[kind] += 1

@@ -72,28 +72,26 @@ def started(
         with StopRequest().installed() as stop:
             outcome = start_run(job, options=options, kept=kept, stop=stop)
             ended(outcome.summary)
-            outcome = _with_scores(outcome, scored_as, stop, say)
+            outcome = _with_scores(outcome, scored_as, say)
         outcome = _with_exports(outcome, exports, say)
         ended(outcome.summary)
     return outcome
 
 
-def _with_scores(outcome: Outcome, job: JobConfig, stop: StopRequest, say: Say) -> Outcome:
+def _with_scores(outcome: Outcome, job: JobConfig, say: Say) -> Outcome:
     """If all rows have finished, compute the scores that are still missing, and return the outcome with the resulting
     exit code."""
     summary = outcome.summary
     if outcome.error is not None or summary.exit not in (0, 3):
         return outcome
     try:
-        table = finish_scoring(Path(summary.folder), job, stop=stop, say=say)
+        table = finish_scoring(Path(summary.folder), job, say=say)
     except BatchkitError as error:
         return Outcome(replace(summary, exit=error.exit_code), error)
     except Interrupted as interrupt:
         return Outcome(replace(summary, exit=128 + interrupt.signum))
     if table is not None:
-        scores = RunScores.of(table, Path(summary.folder))
-        say(scores.to_text())
-        return Outcome(replace(summary, exit=scores.exit_code or summary.exit))
+        say(RunScores.of(table, Path(summary.folder)).to_text())
     return outcome
 
 

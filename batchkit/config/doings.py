@@ -58,8 +58,7 @@ def hosts_of(job: JobConfig) -> dict[str, str]:
 def _doings(job: JobConfig) -> Iterator[Doing]:
     if job.rollout is not None and not job.rollout.function.startswith("python "):
         yield Doing(("rollout.function",), f"imports: {job.rollout.function}")
-    judge = job.scoring.judge and job.scoring.judge.engine
-    for key, engine in [*_engines(job), *([("scoring.judge.engine", judge)] if judge else ())]:
+    for key, engine in _engines(job):
         if engine.options.get(REMOTE_CODE):
             keys = f"{key}.options.{REMOTE_CODE}", f"{key}.model"
             yield Doing(keys, f"runs: Python code that comes with {engine.model}")

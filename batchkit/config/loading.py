@@ -171,9 +171,8 @@ def make_job(
 
 def _read_schemas(table: Mapping[str, Any], base: Path) -> None:
     """Replace each file name in ``structured_outputs.json`` with the schema in that file."""
-    steps, scoring = table.get("steps"), table.get("scoring")
-    judge = scoring.get("judge") if isinstance(scoring, Mapping) else None
-    for place in (table, judge, *(steps if isinstance(steps, list) else ())):
+    steps = table.get("steps")
+    for place in (table, *(steps if isinstance(steps, list) else ())):
         match place:
             case {"sampling": {"structured_outputs": {"json": str(text)} as wanted}}:
                 if not text.lstrip().startswith("{"):
@@ -248,11 +247,10 @@ def _override(table: dict[str, Any], override: str) -> None:
 
 def _leave_out_engine(table: Any, override: str) -> bool:
     """If ``override`` is ``engine.kind=dry-run``, remove the other engine keys except ``model``, so that any job can be
-    tried. The same applies to ``engines.NAME.kind`` and ``scoring.judge.engine.kind``. Return True if an engine that
-    answers rows is now ``dry-run``; a judge only scores them."""
+    tried. The same applies to ``engines.NAME.kind``. Return True if an engine is now ``dry-run``."""
     key, _, kind = override.partition("=")
     *parts, last = key.strip().split(".")
-    is_engine = parts[-1:] == ["engine"] or (parts[:1] == ["engines"] and len(parts) == 2)
+    is_engine = parts == ["engine"] or (parts[:1] == ["engines"] and len(parts) == 2)
     if not is_engine or (last, kind.strip()) != ("kind", "dry-run"):
         return False
     for part in parts:
@@ -263,7 +261,7 @@ def _leave_out_engine(table: Any, override: str) -> bool:
         "model"
     }:  # unknown keys stay, and are reported
         del table[name]
-    return parts[0] != "scoring"
+    return True
 
 
 def put(table: Any, parts: list[str], value: Any, origin: str) -> None:
@@ -391,18 +389,12 @@ def _with_loras_found(engine: EngineTable, base: Path) -> EngineTable:
 
 
 def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
-    update: dict[str, Any] = {}
-    if scoring.reference_run is not None:
-        run = _find(scoring.reference_run, base, "scoring.reference_run")
-        if (
-            not run.exists()
-        ):  # the run does not exist yet: runs are created below the working directory
-            run = Path.cwd() / scoring.reference_run
-        update["reference_run"] = str(run)
-    if scoring.judge is not None:
-        prompt = _with_files_found(scoring.judge.prompt, base, "scoring.judge.prompt")
-        update["judge"] = scoring.judge.model_copy(update={"prompt": prompt})
-    return scoring.model_copy(update=update)
+    if scoring.reference_run is None:
+        return scoring
+    run = _find(scoring.reference_run, base, "scoring.reference_run")
+    if not run.exists():  # the run may be created later, below the working directory
+        run = Path.cwd() / scoring.reference_run
+    return scoring.model_copy(update={"reference_run": str(run)})
 
 
 def _rollout_resolved(rollout: RolloutTable, base: Path) -> RolloutTable:

@@ -22,11 +22,10 @@ FINGERPRINT = re.compile(re.escape(MASK) + "[0-9a-f]{0,6}")  # a secret's form i
 CONTENT = frozenset(
     [
         "input.where",
-        *(f"{table}.{key}" for table in ("prompt", "scoring.judge.prompt") for key in (
+        *(f"prompt.{key}" for key in (
             "system", "user", "captions", "texts", "tools", "tool_choice")),
-        *(f"{table}.structured_outputs" for table in ("sampling", "scoring.judge.sampling")),
-        *(f"{table}.options.chat_template" for table in ("engine", "scoring.judge.engine")),
-        "engine.chat_template_text",
+        "sampling.structured_outputs",
+        *("engine.options.chat_template", "engine.chat_template_text"),
         *("pair.query", "pair.documents"),
         *("retry.reask", "retry.reask_note"),
         "output.keep",

@@ -107,7 +107,7 @@ class Seam(NamedTuple):
 ENGINES = Seam("engines", "batchkit.engines:ENGINES")
 
 READERS = Seam("readers", "batchkit.sources.formats:FORMATS", also=("auto",))
-DEFERRED = Seam("deferred_scorers", "batchkit.scoring.deferred:DEFERRED", also=("judge",))
+DEFERRED = Seam("deferred_scorers", "batchkit.scoring.deferred:DEFERRED")
 SCORERS = Seam("scorers", "batchkit.scoring.scorers:SCORERS", beside=DEFERRED)
 EXTRACTORS = Seam("extractors", "batchkit.scoring.extract:EXTRACTORS")
 MODES = Seam("scoring_modes", "batchkit.scoring.overlap:MODES")

@@ -36,7 +36,7 @@ from batchkit.types import Completion, Counted, ErrorInfo, Row
 
 _LOOKED_AT, _LOOK_S = 10_000, 2.0  # most rows and seconds to look for empty cells
 _FEWEST = 3  # fewer failed rows may be an accident
-_NEED_NO_REFERENCE = {"reward"}
+_NEED_NO_REFERENCE = {"reward", "judge"}
 
 
 def check_first_rows(
@@ -360,10 +360,6 @@ def scoring_hints(
         yield (
             f'{key}: the scorer "numeric" compares numbers, but {name} of the first row is {value[:40]!r}: rows'
             ' without a number there are unscored; the scorers "em" and "choice" compare words'
-        )
-    if table.judge is None and any("judge" in (part.scorers or ()) for part in table.parts):
-        yield (
-            f'{key}: the scorer "judge" has no model, so no answer is judged: set [scoring.judge.engine]'
         )
     if lost := _without_reference(table):
         need = "needs" if len(lost) == 1 else "need"

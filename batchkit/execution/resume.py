@@ -249,6 +249,8 @@ def _settle_changes(
     manifest, on_change = read_manifest(folder), options.on_change
     job_changes = differences(manifest.identity, new.identity)
     changes = job_changes + input_changes(manifest.input, new.input)
+    if on_change == "requeue-input":
+        on_change = "fail" if job_changes else "requeue"
     was_wrong = options.attempts is None and manifest.last_start.exit == JobError.exit_code
     if not (changes or was_wrong) or not _has_records(folder):
         return False

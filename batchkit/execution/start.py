@@ -21,7 +21,8 @@ from batchkit.storage.score_store import references_of
 if TYPE_CHECKING:
     from batchkit.execution.rollouts.function import Function
 
-OnChange = Literal["fail", "new", "requeue"]
+OnChange = Literal["fail", "new", "requeue", "requeue-input"]
+"""What to do if the job or the input changed. ``requeue-input``: requeue, but fail if the job changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from batchkit.sources.reader import Format, Found, Skip
 from batchkit.storage.checkpoint import check_log, read_checkpoint
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
+from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import SCORES, read_scored
 
@@ -38,12 +39,30 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
     try:
         check_log(folder)
         inputs = _inputs(folder)
-        for record in read_scored(folder):
-            if record["status"] == "ok" or "status" in table.where:
-                yield None if skip(index) else _fields(record, inputs)
-                index += 1
+        for record in records_of(table):
+            yield None if skip(index) else _fields(record, inputs)
+            index += 1
     except StoreError as error:
         raise InputError(str(error)) from error
+
+
+def records_of(table: InputTable) -> Iterator[dict[str, Any]]:
+    """Yield the record of each row of the input ``table``, in the order of the rows and before ``input.where``."""
+    folder = _folder(table)
+    for record in read_newest(folder / RESULTS) if _is_log(table) else read_scored(folder):
+        if record["status"] == "ok" or "status" in table.where:
+            yield record
+
+
+def _is_log(table: InputTable) -> bool:
+    """Return True if ``input.path`` names the run's ``results.jsonl``. Its rows then have the scores that they finished
+    with; later scores of the run don't change this input."""
+    return Path(table.path or "").name == RESULTS
+
+
+def _folder(table: InputTable) -> Path:
+    path = Path(table.path or "")
+    return path.parent if _is_log(table) else path
 
 
 def found(table: InputTable) -> tuple[list[str], str]:
@@ -52,10 +71,11 @@ def found(table: InputTable) -> tuple[list[str], str]:
     Raises:
         InputError: The folder has no run, or the run has no answers.
     """
-    folder = Path(table.path or "")
+    folder = _folder(table)
     if not is_run(folder):
         raise InputError(f"{folder}: no run there; give the folder of a run, as output/NAME")
-    files = [str(folder / name) for name in (RESULTS, SCORES) if (folder / name).exists()]
+    names = (RESULTS,) if _is_log(table) else (RESULTS, SCORES)
+    files = [str(folder / name) for name in names if (folder / name).exists()]
     if not files:
         raise InputError(f"{folder}: the run has no answers; run it first")
     return files, "; ".join(filter(None, (_left_out(folder, table), _lacking(folder, table))))
@@ -92,7 +112,7 @@ def _lacking(folder: Path, table: InputTable) -> str:
     """Return a note if rows will lack columns of the run's own input, otherwise ""."""
     rows, first = _inputs(folder), next(read_scored(folder), None)
     if first is not None and rows.row(first) is None:
-        return f"{table.path}: its rows have only the columns in the run's output.keep, because {rows.problem}"
+        return f"{folder}: its rows have only the columns in the run's output.keep, because {rows.problem}"
     for path, how in changed_files(
         InputTable(), read_manifest(folder).input, thorough=False
     ).items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.config.tables.input import variants
-from batchkit.errors import FailedRowsError, JobError
+from batchkit.errors import JobError
 from batchkit.runs.answers import AnswerComparison
 from batchkit.runs.comparison import Comparison, Delta, Flip, origin
 from batchkit.runs.inputs import InputRows
@@ -192,7 +192,7 @@ class RunScores(NamedTuple):
     """The result of ``batchkit score``.
 
     ``comparison`` is None if the run has fewer than two values of ``input.cross`` or no scores. ``exit_code`` is 3 if
-    no judgment succeeded.
+    a judge gave no score.
     """
 
     table: ScoreTable
@@ -201,10 +201,7 @@ class RunScores(NamedTuple):
 
     @classmethod
     def of(cls, table: ScoreTable, folder: Path) -> RunScores:
-        judge = job_of_run(folder).scoring.judge
-        has_model = judge is not None and (judge.engine is None or judge.engine.kind != "dry-run")
-        is_failure = has_model and not table.overall.scores.get("judge", True)
-        return cls(table, compare_values(folder), FailedRowsError.exit_code * is_failure)
+        return cls(table, compare_values(folder))
 
     def to_json(self) -> dict[str, Any]:
         values = {} if self.comparison is None else {"values": self.comparison.to_json()}

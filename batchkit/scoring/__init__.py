@@ -181,8 +181,7 @@ def score_names(table: ScoringTable) -> list[str]:
 
 def scores_of(scorer: str) -> Sequence[str]:
     """Return the names of the scores that a scorer gives. A deferred scorer may give several."""
-    is_one = not is_deferred(scorer) or scorer in DEFERRED.also
-    return (scorer,) if is_one else tuple(DEFERRED.load(scorer).scores)
+    return tuple(DEFERRED.load(scorer).scores) if is_deferred(scorer) else (scorer,)
 
 
 def kept_fields(job: JobConfig) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from batchkit.config.tables import JobConfig
@@ -15,7 +15,7 @@ DEFERRED = {"chart": "batchkit.contrib.realhit.chart.scorer"}
 @dataclass(frozen=True, slots=True)
 class Answered:
     """An answer to score: its text, the fields of its row, the correct answer if there is one, and the scores already
-    computed (``known``). ``steps``: the answer of each of the row's ``[[steps]]``, as in its record."""
+    computed (``known``)."""
 
     index: int
     id: str
@@ -23,7 +23,6 @@ class Answered:
     text: str
     reference: str | None
     known: Scored
-    steps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class DeferredScorer(Protocol):

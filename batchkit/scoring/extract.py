@@ -39,10 +39,16 @@ EXTRACTORS = {
     "final-answer": "batchkit.contrib.realhit.final_answer:FINAL_ANSWER",
     "code": "batchkit.scoring.extract:code",
     "reward": "batchkit.scoring.extract:REWARD",
+    "score": "batchkit.scoring.extract:score",
 }
 
 # The start of an object or list: followed by a key, a value or the end.
 _OPENED = re.compile(r"""\{(?=[ \t\n\r]*+["}])|\[(?=[ \t\n\r]*+["{\[\]\-\dtfnNI])""")
+# The number after `[Score]:` or `Score:`, bold or not. A slash ends it: "85/100" is 85. Only a plain minus is accepted
+# as sign: with another dash, "−5" has no score, instead of being read as 5.
+_SCORE = re.compile(
+    r"Score[\]*_]*+\s*+:[^\w.+\-\u2010-\u2015\u2212]*+([+-]?(?:\d++(?:\.\d++)?|\.\d++))"
+)
 FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
 _ANSWERS = ("answer", "prediction")
 # Characters that may be read without finding JSON: a text full of brackets would take hours.
@@ -80,6 +86,12 @@ def default_reward(text: str, table: ScoringTable) -> str | None:
 
 
 REWARD = OrElse(reward, default_reward)
+
+
+def score(text: str, table: ScoringTable) -> str | None:
+    """Return the number after the last ``[Score]:`` or ``Score:``."""
+    found = _SCORE.findall(text)
+    return found[-1] if found else None
 
 
 def regex(text: str, table: ScoringTable) -> str | None:

@@ -30,6 +30,7 @@ SCORERS = {
     "numeric": "batchkit.scoring.scorers:numeric",
     "choice": "batchkit.scoring.scorers:choice",
     "reward": "batchkit.scoring.scorers:reward",
+    "judge": "batchkit.scoring.scorers:judge",
     "wer": "batchkit.scoring.scorers:wer",
     "cer": "batchkit.scoring.scorers:cer",
 }
@@ -110,6 +111,12 @@ def choice(prediction: str, reference: str, table: ScoringTable) -> float | None
 
 def reward(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
     return parse_reward(prediction)
+
+
+def judge(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
+    """Return the first number of the prediction, divided by ``max_score``, from 0 to 1. It needs no reference."""
+    found = numbers_in(prediction)
+    return min(max(found[0] / table.max_score, 0.0), 1.0) if found else None
 
 
 _PACKAGES = {  # of each scorer: the modules, and the extra that installs them

@@ -159,6 +159,7 @@ class Manifest(_Part):
     turn: str | None = None  # the engine loaded last, if one model is loaded at a time
     scoring: str | None = None  # hash of the scoring of all rows; None if rows may differ in it
     scored_from: list[list[int]] | None = None  # the files that the later scores were made from
+    judged: list[str] = []  # names of the scores that judges gave (``score --judge``)
     starts: list[StartNote]
     merged_from: list[str] | None = None
     # ``JobConfig.made_in`` of the last start with a job that was not read from the run folder.

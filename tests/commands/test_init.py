@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tomlkit
 from PIL import Image
 
 from batchkit.cli import cli
@@ -30,6 +31,11 @@ def write_inputs() -> None:
     Path("questions.csv").write_text("question\nwhy?\nhow?\n")
     searches = [{"query": q, "documents": ["tea", "soup"]} for q in ("a", "b")]
     write_jsonl(Path("searches.jsonl"), searches)
+    made = {"input": {"path": "questions.csv"}, "prompt": {"user": "{{ question }}"}}
+    Path("answers.toml").write_text(
+        tomlkit.dumps({"name": "text", "engine": {"kind": "dry-run"}, **made})
+    )
+    batchkit("run", "answers.toml")
     body = {"model": "x", "messages": [{"role": "user", "content": "hi"}]}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     write_jsonl(Path("batch.jsonl"), [line, {**line, "custom_id": "b"}])
@@ -41,10 +47,9 @@ def test_job_file_of_each_kind_runs_as_it_is_written(kind: str) -> None:
     assert batchkit("init", kind).stdout.startswith(f"{kind}.toml: ")
     write_inputs()
 
-    judge = ["--set", "scoring.judge.engine.kind=dry-run"] if kind == "judge" else []
     assert batchkit("validate", f"{kind}.toml", *DRY).exit_code == 0
     assert "would fail" not in batchkit("run", f"{kind}.toml", *DRY, "--dry-run").stdout
-    ran = batchkit("run", f"{kind}.toml", *DRY, *judge)
+    ran = batchkit("run", f"{kind}.toml", *DRY)
     assert (ran.exit_code, ran.json["ok"], ran.json["name"]) == (0, 2, f"{kind}.dry-run"), (
         ran.stderr
     )

@@ -10,14 +10,12 @@ import pytest
 from batchkit.commands.merge import merge as join
 from batchkit.commands.score import score_run
 from batchkit.config.shard import Shard
-from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.runs.scores import is_mixed
 from tests.support.chat_server import serving
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import manifest, run, write_job, write_rows
-from tests.support.judge import Judge, judged_job
+from tests.support.judge import Judge, judge_file, judge_of, judged
 from tests.support.merges import MERGED, SCORING, merge, rewrite, run_shards
-from tests.support.scored_runs import counted
+from tests.support.scored_runs import NUMBER, counted, job
 from tests.support.scored_runs import run as run_scored
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
@@ -81,15 +79,18 @@ def test_runs_scored_in_several_ways_are_mixed_until_scored_again() -> None:
     assert manifest(MERGED)["scoring"] is not None
 
 
-def test_shard_without_its_judgements_is_judged_after_the_merge(tmp_path: Path) -> None:
-    judge = Judge({})
+def test_merged_run_has_the_scores_of_judges(tmp_path: Path) -> None:
+    judge = Judge()
     with serving(judge) as server:
-        job = judged_job(tmp_path, server, counted(8))
-        first = run_scored(job.of_shard(Shard(0, 2)))
-        asked = judge.asked.total()
-        second = ProductionBatchProcessor(job.of_shard(Shard(1, 2)), quiet=True).process()
-        join([first, Path(second.folder)], MERGED)
-        assert is_mixed(MERGED)
-        assert score_run(MERGED, say=lambda text: None).to_json()["overall"]["judge"] == 50
-        assert judge.asked.total() == asked + 8
-        assert not is_mixed(MERGED)
+        shards = [
+            run_scored(job(tmp_path, counted(8), scoring=NUMBER).of_shard(Shard(n, 2)))
+            for n in range(2)
+        ]
+        judge_of(shards[0], judge_file(tmp_path, server))
+        n_judged = judge.asked.total()
+        join(shards, MERGED)
+        overall = score_run(MERGED, say=lambda text: None).to_json()["overall"]
+        assert (overall["n"], overall["judge"], overall["em"]) == (8, 50, 100)
+        assert sum(score == 0.5 for score in judged(MERGED).values()) == n_judged
+        judge_of(MERGED, judge_file(tmp_path, server))
+    assert {*judged(MERGED).values()} == {0.5}

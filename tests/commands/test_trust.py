@@ -61,9 +61,7 @@ def gone(*names: str) -> None:
 
 def test_each_is_said_once_before_it_happens() -> None:
     with serving() as base:
-        judge = {"engine": server(base), "prompt": {"user": "{{ text }}"}}
-        scoring = {"scorers": ["judge"], "judge": judge}
-        tables = {**ROLLOUT, "engine": server(base), "scoring": scoring}
+        tables = {**ROLLOUT, "engine": server(base)}
         write_job(**tables, run={"on_end": NOTIFY, "check_rows": 0})
         said = batchkit("run", "job.toml").stderr.splitlines()
     assert said[:3] == [
@@ -182,23 +180,3 @@ def test_key_goes_to_another_host_only_with_trust() -> None:
             assert "sends $MY_KEY to localhost, but the run used 127.0.0.1 so far" in found.stderr
         assert batchkit("run", "job.toml", "--trust").exit_code == 3
         assert batchkit("run", "job.toml").exit_code == 3
-
-
-def test_score_asks_a_judge_only_if_the_job_file_says_so() -> None:
-    with serving() as base:
-        judge = {"engine": server(base), "prompt": {"user": "{{ text }}"}}
-        scoring = {"scorers": ["judge"], "judge": judge}
-        began()
-        Path("judged.toml").write_text(
-            Path("job.toml").read_text() + tomlkit.dumps({"scoring": scoring})
-        )
-        assert (
-            "sends $MY_KEY to 127.0.0.1"
-            in batchkit("score", str(RUN), "--job", "judged.toml").stderr
-        )
-        asked = base.answered.total()
-        found = batchkit("score", str(RUN))
-        assert found.exit_code == 2
-        assert "sends $MY_KEY to 127.0.0.1" in found.stderr
-        assert base.answered.total() == asked
-        assert batchkit("score", str(RUN), "--trust").exit_code == 3  # it gives no number

@@ -187,10 +187,18 @@ def test_a_rule_finds_what_the_filter_of_the_input_finds(found: Any) -> None:
     assert scoring.score("1.0", {"a": "1", "is_number": found}, "1").scores == {"numeric": 1.0}
 
 
-def test_charts_and_judgements_wait() -> None:
-    scoring = Scoring(ScoringTable(reference="a", scorers=["em", "chart", "judge"]))
+def test_charts_wait() -> None:
+    scoring = Scoring(ScoringTable(reference="a", scorers=["em", "chart"]))
     scored = scoring.score("x", {"a": "x"}, "1").scores
-    assert scored == {"em": 1.0, "ecr": None, "pass": None, "judge": None}
+    assert scored == {"em": 1.0, "ecr": None, "pass": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "score"), [("2, then 7.5", 0.75), ("none", None), ("-3", 0.0), ("12", 1.0)]
+)
+def test_a_judge_s_number_is_divided_by_the_highest_score(text: str, score: float | None) -> None:
+    scoring = Scoring(ScoringTable(extract="number", scorers=["judge"], max_score=10))
+    assert scoring.score(text, {}, "1").scores == {"judge": score}
 
 
 def rewards(**values: list[float | None]) -> list[dict[str, Any]]:

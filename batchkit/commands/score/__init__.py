@@ -1,7 +1,8 @@
 """Scoring of a run's answers again, without the model.
 
 Scores in ``results.jsonl`` were computed as the rows finished. Scores computed here replace them
-(``storage/score_store.py``). Deferred scores, which need all answers or a second model, are only computed here.
+(``storage/score_store.py``). Deferred scores, which need all answers, are only computed here. Scores that judges gave
+(``judge.py``) are kept.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchkit.commands import Say
-from batchkit.commands.score.deferred import deferred_scores, names_of_deferred
-from batchkit.commands.score.judge import FOLDER
+from batchkit.commands.score.deferred import deferred_scores, fields_of_deferred
 from batchkit.config.loading import load_job
 from batchkit.config.seams import is_deferred
 from batchkit.config.tables import JobConfig
-from batchkit.errors import InputError, JobError
+from batchkit.errors import InputError, JobError, StoreError
 from batchkit.execution.first_rows import check_columns, scoring_hints
 from batchkit.execution.stop import StopRequest
 from batchkit.runs.inputs import with_fields
@@ -38,27 +38,33 @@ from batchkit.storage.score_store import (
     ScoreLine,
     check_one_row_each,
     references_of,
+    score_lines,
     write_scores,
 )
+
+Scores = Mapping[str, float | None]
+
+
+class Judged(NamedTuple):
+    """New scores of a judge: their names, and the scores of each judged row, by its index."""
+
+    names: Sequence[str] = ()
+    scores: Mapping[int, Scores] = {}
 
 
 def score_run(folder: Path, job: JobConfig | None = None, *, say: Say = print) -> ScoreTable:
     """Score every answer of a run again with ``job.scoring`` (by default the run's own), and store the scores.
-
-    The judge is asked only for judgements that are not stored yet.
 
     Raises:
         JobError: The job defines no scoring, or rows needed for it are missing.
         StoreError: Another process uses the run, or its results are missing.
         LostLockError: The run folder's lock was removed meanwhile. No score is written.
     """
-    with StopRequest().installed() as stop, claim(folder) as lock:
-        return _score_run(folder, lock, job or job_of_run(folder), stop, say)
+    with StopRequest().installed(), claim(folder) as lock:
+        return rescored(folder, lock, job or job_of_run(folder), say)
 
 
-def finish_scoring(
-    folder: Path, job: JobConfig, *, stop: StopRequest, say: Say
-) -> ScoreTable | None:
+def finish_scoring(folder: Path, job: JobConfig, *, say: Say) -> ScoreTable | None:
     """Compute the scores that are still missing when a run has ended.
 
     Returns the score table, or None if the job has no scoring.
@@ -67,7 +73,7 @@ def finish_scoring(
         return None
     if not is_scored(folder, job):
         with claim(folder) as lock:
-            return _score_run(folder, lock, job, stop, say)
+            return rescored(folder, lock, job, say)
     return table_of(folder, job)
 
 
@@ -92,10 +98,14 @@ def scored_from(folder: Path, job: JobConfig) -> list[list[int]]:
     return [[0, 0] if stat is None else [stat.st_size, stat.st_mtime_ns] for stat in found]
 
 
-def _score_run(
-    folder: Path, lock: Claim, job: JobConfig, stop: StopRequest, say: Say
+def rescored(
+    folder: Path, lock: Claim, job: JobConfig, say: Say, judged: Judged | None = None
 ) -> ScoreTable:
-    check_scoring(job)
+    """Like ``score_run``, for a run that this process has locked. Also stores the scores in ``judged``."""
+    judged = judged or Judged()
+    names_judged = [*dict.fromkeys((*read_manifest(folder).judged, *judged.names))]
+    if not names_judged:
+        check_scoring(job)
     check_log(folder)
     for hint in scoring_hints(job.scoring, _first_row(job)):
         say(hint)
@@ -104,7 +114,7 @@ def _score_run(
         ids = Counter(record["id"] for record in read_newest(folder / RESULTS))
         check_one_row_each(references, (name for name, n_rows in ids.items() if n_rows > 1))
     scoring = Scoring(job.scoring, references, say)
-    names = scoring.fields | names_of_deferred(job, scoring)
+    names = scoring.fields | fields_of_deferred(job, scoring)
     later: dict[int, dict[str, float | None]] = {}
     if _has_deferred(scoring.scorers):
         needs_later = [
@@ -112,28 +122,49 @@ def _score_run(
             for record, fields in _answers(folder, job, names)
             if _text_of(record).strip() and _has_deferred(scoring.table_for(fields).scorers)
         ]
-        later = deferred_scores(job, scoring, needs_later, folder / FOLDER, stop, say)
+        later = deferred_scores(job, scoring, needs_later, say)
+    kept = _kept(folder, {*names_judged} - {*judged.names}, say)
 
     def lines() -> Iterator[ScoreLine]:
         for record, fields in _answers(folder, job, names):
-            index, scored = record["index"], scoring.score(_text_of(record), fields, record["id"])
-            yield ScoreLine(
-                index,
-                record.get("input_hash"),
-                record["finished_at"],
-                scored.prediction,
-                {**scored.scores, **later.get(index, {})},
-                scored.unscored,
-            )
+            scored = scoring.score(_text_of(record), fields, record["id"])
+            made = _Made(record["index"], record.get("input_hash"), record["finished_at"])
+            of_judges = {**kept.get(made, {}), **judged.scores.get(made.row, {})}
+            scores = {**of_judges, **scored.scores, **later.get(made.row, {})}
+            yield ScoreLine(*made, scored.prediction, scores, scored.unscored)
 
     def before() -> None:
-        lock.check()  # a judge may have taken hours
-        _mark_as_mixed(folder, job)
+        lock.check()  # scoring may have taken hours
+        _mark(folder, job, names_judged)
 
     write_scores(folder, lines(), before=before)
     lock.check()
     _store_scoring(folder, job, made_from)
     return table_of(folder, job)
+
+
+class _Made(NamedTuple):
+    """The values that identify a record in ``scores.jsonl``."""
+
+    row: int
+    input_hash: str | None
+    finished_at: str
+
+
+def _kept(folder: Path, names: set[str], say: Say) -> dict[_Made, Scores]:
+    """Return the scores that judges gave before, by record; ``names`` are their names."""
+    if not names:
+        return {}
+    try:
+        return {
+            _Made(line.index, line.input_hash, line.finished_at): {
+                name: line.scores[name] for name in names & line.scores.keys()
+            }
+            for line in score_lines(folder / SCORES)
+        }
+    except StoreError as error:
+        say(f"{error}; scores of judges are lost until `batchkit score --judge` adds them again")
+        return {}
 
 
 def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
@@ -163,9 +194,8 @@ def _answers(
 
 def _answered(record: Mapping[str, Any], fields: Mapping[str, Any], scoring: Scoring) -> Answered:
     text, row_id = _text_of(record), record["id"]
-    known, steps = scoring.score(text, fields, row_id), record.get("steps") or {}
-    reference = scoring.reference(fields, row_id)
-    return Answered(record["index"], row_id, fields, text, reference, known, steps)
+    known, reference = scoring.score(text, fields, row_id), scoring.reference(fields, row_id)
+    return Answered(record["index"], row_id, fields, text, reference, known)
 
 
 def _has_deferred(scorers: Sequence[str]) -> bool:
@@ -182,12 +212,13 @@ def _may_differ(folder: Path, job: JobConfig) -> bool:
     return read_manifest(folder).scoring != scoring_of(job)
 
 
-def _mark_as_mixed(folder: Path, job: JobConfig) -> None:
-    """Mark the run as scored with mixed settings. This is done before its scores are replaced, since that may be
-    interrupted."""
-    if _may_differ(folder, job):
-        manifest = read_manifest(folder)
-        manifest.scoring = None
+def _mark(folder: Path, job: JobConfig, judged: list[str]) -> None:
+    """Store the names of the scores that judges gave. If the scoring changes, mark the run as scored with mixed
+    settings. This is done before the scores are replaced, since that may be interrupted."""
+    manifest, may_differ = read_manifest(folder), _may_differ(folder, job)
+    if may_differ or manifest.judged != judged:
+        manifest.scoring = None if may_differ else manifest.scoring
+        manifest.judged = judged
         manifest.write(folder)
 
 

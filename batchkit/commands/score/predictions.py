@@ -20,7 +20,6 @@ from batchkit.config.seams import PREDICTIONS as SEAM
 from batchkit.config.tables import InputTable, JobConfig
 from batchkit.errors import JobError
 from batchkit.execution.first_rows import check_columns, scoring_hints
-from batchkit.execution.stop import StopRequest
 from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.deferred import Answered
 from batchkit.scoring.metrics import ScoreTable, tabulate
@@ -64,8 +63,6 @@ class PredictionScores(NamedTuple):
 def score_predictions(job: JobConfig, path: Path, say: Say = print) -> PredictionScores:
     """Score the predictions in the file ``path`` against the rows of the job's input, matched by id.
 
-    Judgements are stored beside the file, in the folder ``<file name>.judge``.
-
     Raises:
         JobError: The job defines no scoring, the file can't be read, or none of its ids is in the input.
     """
@@ -99,9 +96,7 @@ def score_predictions(job: JobConfig, path: Path, say: Say = print) -> Predictio
         for row, found in known
         if not found.failed
     ]
-    with StopRequest().installed() as stop:
-        judgements = path.with_name(f"{path.name}.judge")
-        later = deferred_scores(job, scoring, answers, judgements, stop, say)
+    later = deferred_scores(job, scoring, answers, say)
     records: list[dict[str, Any]] = [
         {
             "status": "ok",

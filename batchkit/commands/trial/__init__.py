@@ -1,7 +1,7 @@
 """Trials: short runs of a job with other settings, in a temporary folder, measured from their output files.
 
-``find-bs`` and ``tune`` measure settings with ``Trials``. ``plan`` and the judge start a run
-with ``tried`` and read its records.
+``find-bs`` and ``tune`` measure settings with ``Trials``. ``plan`` starts a run with
+``tried`` and reads its records.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _notes(look: Look, figures: Figures, table: ScoreTable, *, is_on: bool) -> I
         yield f"{figures.n_cut:,} answers ({share}) ended at max_tokens, before the model was done."
     if figures.n_shortened:
         yield f"{figures.n_shortened:,} prompts were cut in the middle to fit the model."
-    if not is_on:
+    if not (is_on or table.names):
         yield "Nothing is scored: the job has no [scoring]."
     elif figures.n_rows and not overall.scored:
         yield "No answer has a score: each one failed, or the scorers found nothing in it."

@@ -16,7 +16,6 @@ from batchkit.config.tables.job import JobConfig
 from batchkit.config.tables.prompt import MediaTable, PromptTable
 from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
 from batchkit.config.tables.scoring import (
-    JudgeTable,
     ScoringRule,
     ScoringTable,
 )
@@ -39,7 +38,6 @@ __all__ = [
     "EngineTable",
     "InputTable",
     "JobConfig",
-    "JudgeTable",
     "MediaTable",
     "OutputTable",
     "PromptTable",

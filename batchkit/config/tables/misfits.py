@@ -160,18 +160,6 @@ def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
     if job.steps and "steps" in job.vars:
         yield "vars.steps: 'steps' is the name of the earlier steps' results; choose another name"
     yield from _misfits_of_select(job)
-    if job.scoring.judge is not None and job.scoring.judge.step is not None:
-        yield from _misfits_of_scoring_step(job, job.scoring.judge.step)
-
-
-def _misfits_of_scoring_step(job: JobConfig, name: str) -> Iterator[str]:
-    answers = {step.name: step.answer for step in job.steps}
-    if name not in answers:
-        known = ", ".join(answers) or "there are none"
-        hint = did_you_mean(name, answers)
-        yield f"scoring.judge.step: found {name!r}, expected one of [[steps]]: {known}{hint}"
-    elif answers[name]:
-        yield f"steps.{name}: is the judge (scoring.judge.step), so set answer = false in this step"
 
 
 def _misfits_of_rollout(job: JobConfig) -> Iterator[str]:

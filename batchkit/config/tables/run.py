@@ -114,7 +114,7 @@ class RunTable(Table):
         return millions / 1e6 + gpu_seconds / _HOUR_S * (self.price_per_gpu_hour or 0.0)
 
     def of_part(self, **update: None) -> RunTable:
-        """Return settings for a part of this run that has an engine of its own, for example the judge. Prices, hooks
+        """Return settings for a part of this run that has an engine of its own, for example a trial. Prices, hooks
         and the metrics port belong to the whole run and are left out. ``update`` sets further keys to None."""
         ours = (
             "sample",

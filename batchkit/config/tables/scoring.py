@@ -1,4 +1,4 @@
-"""The table ``[scoring]`` with its judge and its rules."""
+"""The table ``[scoring]`` with its rules."""
 
 from __future__ import annotations
 
@@ -9,38 +9,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from batchkit.config.seams import Extract, ModeName, ScorerName
 from batchkit.config.tables.base import Identity, Table
-from batchkit.config.tables.engine import EngineTable, SamplingTable
-from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.terminal import shortened
 from batchkit.config.values import reason_of
-
-
-class JudgeTable(Table):
-    """The judge for the scorer `judge`: either a second model, which runs after all rows are answered, or one of
-    `[[steps]]`.
-
-    Its templates see the row's fields and also `prediction`, `reference` and `text`.
-    """
-
-    step: str | None = None
-    """Name of the step that judges, instead of `engine`. It must have `answer = false`; its answers are the scores."""
-    engine: EngineTable | None = None
-    sampling: SamplingTable = SamplingTable()
-    prompt: PromptTable = PromptTable()
-    max_score: PositiveFloat = 100.0
-    """The highest score that the judge can give."""
-
-    @model_validator(mode="after")
-    def _coherent(self) -> JudgeTable:
-        if self.step is None and self.engine is None:
-            raise ValueError("set engine (a second model) or step (one of [[steps]])")
-        if self.step is not None and self.engine is not None:
-            raise ValueError("engine and step are both set; keep one")
-        if self.step is not None:
-            for name, value in (("sampling", SamplingTable()), ("prompt", PromptTable())):
-                if getattr(self, name) != value:
-                    raise ValueError(f"{name} comes from steps.{self.step}; leave it out here")
-        return self
 
 
 class Reading(Table):
@@ -60,6 +30,8 @@ class Reading(Table):
     """Same as `scoring.scorers`."""
     tolerance: Identity[NonNegativeFloat | None] = None
     """Same as `scoring.tolerance`."""
+    max_score: Identity[PositiveFloat | None] = None
+    """Same as `scoring.max_score`."""
 
 
 class ScoringRule(Reading):
@@ -75,7 +47,8 @@ class ScoringTable(Table):
     extract: Extract = "text"
     """How the prediction is read from an answer: `text` (the whole text; for a JSON object, its `answer`), `regex`
     (see `pattern`), `json` (the value at `key`), `number` (the last number), `final-answer` (the text after
-    `[Final Answer]:`), `code` (the last code block) or `reward` (a number from 0 to 10)."""
+    `[Final Answer]:`), `code` (the last code block), `reward` (a number from 0 to 10) or `score` (the number after
+    `Score:`)."""
     pattern: str | None = None
     """For `regex`: the regular expression. The last match counts, or its first group if the pattern has groups."""
     key: str | None = None
@@ -95,6 +68,8 @@ class ScoringTable(Table):
     `fixed` corrects these errors; docs/scoring.md lists them."""
     tolerance: NonNegativeFloat = 0.01
     """For `numeric`: largest accepted difference, as a fraction of the reference."""
+    max_score: PositiveFloat = 100.0
+    """For `judge`: the highest score that the judge can give."""
     normalizer: Literal["english", "basic"] | None = None
     """For `wer` and `cer`: the Whisper text normalizer applied to both texts. The default is `english` if
     `speech.language` is `en`, otherwise `basic`."""
@@ -107,8 +82,6 @@ class ScoringTable(Table):
     checked, so no other user may have write access below `media.root`."""
     chart_type: str = "{{ SubQType }}"
     """For `chart`: template of the chart type. Its first word is LineChart, BarChart, ScatterChart or PieChart."""
-    judge: JudgeTable | None = None
-    """For `judge`: the judge."""
     rules: list[ScoringRule] = Field([])
     """Rules that change the scoring for some rows."""
 
