@@ -320,8 +320,8 @@ def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers(
         ),
         (
             {"by": "scorer"},
-            {"scoring": {"scorers": ["judge"], "judge": DRY | {"prompt": {"user": "?"}}}},
-            "found 'judge', expected one of scoring.scorers that is computed as rows finish",
+            {"scoring": {"scorers": ["chart"]}},
+            "found 'chart', expected one of scoring.scorers that is computed as rows finish",
         ),
         (
             MAJORITY,

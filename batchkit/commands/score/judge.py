@@ -110,7 +110,8 @@ def _run(judge: JobConfig, say: Say, *, fresh: bool, on_change: OnChange) -> Non
 def _check(outcome: Outcome, judge: JobConfig, say: Say) -> None:
     """Print the counts of the judge's run. Raise an exception if rows without a record remain."""
     summary = outcome.checked()
-    say(summary.to_text(was_retry=True))
+    for line in summary.to_text(was_retry=True).splitlines():
+        say(line)
     if summary.exit >= 128:
         raise Interrupted(summary.exit - 128)
     if summary.failed:
