@@ -255,7 +255,10 @@ def test_a_setting_reaches_a_named_engine() -> None:
         ("steps.draf.when=1", "steps has no 'draf'; did you mean 'draft'?"),
         ("steps.7.when=1", "steps has no '7'; steps has draft"),
         ("steps.draft=1", "steps.draft is a table; name one of its keys"),
-        ("steps.draft.when.x=1", "steps.draft.when is a single value and has no keys; set steps.draft.when itself"),
+        (
+            "steps.draft.when.x=1",
+            "steps.draft.when is a single value and has no keys; set steps.draft.when itself",
+        ),
     ],
 )
 def test_a_setting_that_reaches_no_step_is_refused(override: str, found: str) -> None:

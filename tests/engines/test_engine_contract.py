@@ -149,7 +149,7 @@ REFUSED: list[tuple[Request, str, str, set[str]]] = [
     (request(1, temperature="hot"), "invalid_request", "temperature", BOTH),
     (request(1, top_k=-5), "invalid_request", "top_k", BOTH),
     (request(1, top_p=0.0), "invalid_request", "top_p", BOTH),
-    (request(1, n=2), "invalid_request", "with temperature = 0, all n answers", BOTH),
+    (request(1, n=2), "invalid_request", "greedy", BOTH),
     (request(1, n=0), "invalid_request", "n", BOTH),
     (request(1, max_tokens=0), "invalid_request", "max_tokens", BOTH),
     (request(1, min_tokens=99), "invalid_request", "min_tokens", BOTH),

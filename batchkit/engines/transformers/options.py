@@ -118,7 +118,7 @@ class Sampling(Table):
     def _coherent(self) -> Sampling:
         if self.n > 1 and self.is_greedy:
             raise ValueError(
-                "n: with temperature = 0, all n answers would be the same; set a temperature above 0, or leave n out"
+                "n: with temperature = 0 (greedy decoding), all n answers would be the same; set a temperature above 0, or leave n out"
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
