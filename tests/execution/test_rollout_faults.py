@@ -143,7 +143,7 @@ async def solve(row, generate):
     assert "row 1 (id 1) let no other row run for 1 s (run.row_timeout_s)" in ended.stderr
     assert "asyncio.to_thread" in ended.stderr
     assert 'solve.py", line 6, in solve' in ended.stderr
-    assert errors()[1].startswith("timeout: its code let no other row run for 1 s")
+    assert errors()[1].startswith("timeout: the row's code let no other row run for 1 s")
     assert "Traceback" not in ended.stderr
     again = batchkit("run", "job.toml", cwd=Path.cwd(), timeout_s=60)
     assert again.returncode == 3, again.stderr
