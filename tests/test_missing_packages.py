@@ -82,7 +82,7 @@ TRANSFORMERS = "--set engine.kind=transformers"
         ("vllm", "run job.toml --dry-run", SETUP),
         ("vllm", "run job.toml --set engine.in_process=true", SETUP),
         ("vllm", "validate job.toml", SETUP),
-        ("vllm", "run --model no-such-org/no-such-model --input rows.jsonl --prompt tea?", SETUP),
+        ("vllm", "run --model no-such-org/no-such-model --input rows.jsonl --prompt {{q}}", SETUP),
         ("torch", f"run job.toml {TRANSFORMERS}", SETUP),
         ("transformers", f"run job.toml {TRANSFORMERS}", SETUP),
         ("torch", f"validate job.toml {TRANSFORMERS}", SETUP),
