@@ -162,13 +162,9 @@ def run(
 
     The last line on stdout is a JSON object with the counts.
     """
-    from batchkit.commands.one_line import one_line_job
     from batchkit.commands.run import run_job
     from batchkit.commands.trust import vouched
     from batchkit.commands.variants import run_variants
-    from batchkit.config.loading import check_not_moved, load_job
-    from batchkit.config.shard import asked_for
-    from batchkit.config.variants import load_variants
 
     how = {name: keys.pop(name) for name in ("fresh", "on_change", "skip_from")}
     if how["fresh"] and how["on_change"] == "requeue":
@@ -176,12 +172,46 @@ def run(
             "--fresh begins a new run, and --on-change requeue keeps answers of the old one: keep one"
         )
     given = options.given_keys(keys)
+    jobs, is_varied = _jobs_to_run(job, overrides, given, vary, shard)
+    if is_varied and (output is not None or shard is not None):
+        flag = "--shard" if output is None else "--output"
+        raise click.UsageError(f"{flag} is for one run, and this job has {len(jobs)} variants")
+    of = ("rollout",) if dry_run else ("",)
+    settings = (*overrides, *(f"{key}={value}" for key, value in given.items()))
+    vouch = {"of": of, "trust": trust, "fresh": how["fresh"], "overrides": settings}
+    jobs = [vouched(each, say, **vouch) for each in jobs]
+    if dry_run:
+        for each in jobs:
+            _print_rows(each, given.get("input.limit", 3))
+        return
+    if is_varied:
+        raise SystemExit(run_variants(jobs, say=say, ended=_print_end, **how))
+    (single,) = jobs
+    if job is None:
+        ids = f"the column {single.input.id} names the rows; " * (single.input.id is not None)
+        say(f"{ids}the run folder is {single.folder}; the same command resumes the run")
+    outcome = run_job(single, output=output, say=say, **how)
+    _print_end(outcome)
+    raise SystemExit(outcome.summary.exit)
+
+
+def _jobs_to_run(
+    job: Path | None, overrides: Texts, given: dict[str, Any], vary: Texts, shard: str | None
+) -> tuple[list[JobConfig], bool]:
+    """Return the jobs of ``batchkit run``, and whether they are variants: without variants, there is one."""
+    from batchkit.commands.one_line import one_line_job
+    from batchkit.config.loading import check_not_moved, load_job
+    from batchkit.config.shard import asked_for
+    from batchkit.config.variants import load_variants
+
     has_engine = "engine.model" in given or any(text.startswith("engine.") for text in overrides)
-    jobs: list[JobConfig] = []
     if job is not None:
-        jobs = load_variants(job, overrides, given, vary)
         loaded = load_job(job, overrides, given)
         check_not_moved(job, loaded, overrides)
+        if jobs := load_variants(job, overrides, given, vary):
+            return jobs, True
+    elif vary:
+        raise click.UsageError("--vary changes keys of a job file: give one")
     elif "input.path" in given and has_engine:
         loaded = one_line_job(given, overrides)
     else:
@@ -189,30 +219,7 @@ def run(
             "give a job file (`batchkit init` writes one), or --model and --input: batchkit run"
             " --model MODEL --input rows.jsonl --prompt 'Summarize: {{ text }}'"
         )
-    if job is None and vary:
-        raise click.UsageError("--vary changes keys of a job file: give one")
-    if jobs and (output is not None or shard is not None):
-        flag = "--shard" if output is None else "--output"
-        raise click.UsageError(f"{flag} is for one run, and this job has {len(jobs)} variants")
-    if shard is not None:
-        loaded = loaded.of_shard(asked_for(shard, os.environ))
-    of = ("rollout",) if dry_run else ("",)
-    settings = (*overrides, *(f"{key}={value}" for key, value in given.items()))
-    vouch = {"of": of, "trust": trust, "fresh": how["fresh"], "overrides": settings}
-    if dry_run:
-        for each in jobs or [loaded]:
-            _print_rows(vouched(each, say, **vouch), given.get("input.limit", 3))
-        return
-    if jobs:
-        allowed = [vouched(each, say, **vouch) for each in jobs]
-        raise SystemExit(run_variants(allowed, say=say, ended=_print_end, **how))
-    loaded = vouched(loaded, say, **vouch)
-    if job is None:
-        ids = f"the column {loaded.input.id} names the rows; " * (loaded.input.id is not None)
-        say(f"{ids}the run folder is {loaded.folder}; the same command resumes the run")
-    outcome = run_job(loaded, output=output, say=say, **how)
-    _print_end(outcome)
-    raise SystemExit(outcome.summary.exit)
+    return [loaded if shard is None else loaded.of_shard(asked_for(shard, os.environ))], False
 
 
 def _print_rows(job: JobConfig, rows: int) -> None:
