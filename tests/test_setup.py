@@ -137,7 +137,7 @@ SICK = [
     (
         "gpu",
         replace(CUDA, probes={**CUDA.probes, "torch": Probe({"gpu_build": True, "gpus": 0})}),
-        "torch sees none",
+        "torch finds none",
         "NVIDIA driver",
     ),
     (
