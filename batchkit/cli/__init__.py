@@ -153,12 +153,12 @@ def run(
 ) -> None:
     """Run JOB, or resume it where it stopped.
 
-    With --vary, or with [[variant]] tables in JOB, each variant is a run of its own inside the run folder of JOB. The
+    With --vary, or with [[variant]] tables in JOB, each variant is a separate run inside the run folder of JOB. The
     same command resumes them. At the end, the variants are compared with the first one.
 
     Without JOB, give --model, --input and --prompt. The run folder is then named after input and model, the same
-    command resumes the run, and a column `id` names the rows. Rows with a prompt of their own, and OpenAI batch
-    files, need no --prompt.
+    command resumes the run, and a column `id` names the rows. Rows that bring a prompt, and OpenAI batch files,
+    need no --prompt.
 
     The last line on stdout is a JSON object with the counts.
     """
@@ -404,7 +404,7 @@ def export(
     "--judge",
     type=FILE,
     metavar="JOB",
-    help="Run this job on the answers of RUN, in the folder RUN/NAME, and add its scores to those of RUN. --set, --fresh"
+    help="Run this job on the answers of RUN, in the folder RUN/NAME, and add its scores to RUN. --set, --fresh"
     " and --on-change apply to this job.",
 )
 @options.FRESH

@@ -81,8 +81,9 @@ def report(
     counter, sample = FigureCounter(), _Sample()
 
     def visit(record: Mapping[str, Any]) -> None:
-        counter.add(record)
-        sample.add(record)
+        kind = failure_kind(record)
+        counter.add(record, kind)
+        sample.add(record["index"], has_failed=kind is not None)
 
     table, reach = table_of(folder, media=media, visit=visit), Reach.of(folder, media)
     figures = counter.figures()
@@ -136,13 +137,13 @@ class _Sample:
         self._others: list[int] = []
         self._n_failed = self._n_others = 0
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        if failure_kind(record) is None:
-            self._n_others += 1
-            self._put(self._others, record["index"], MAX_ROWS, self._n_others)
-        else:
+    def add(self, row: int, *, has_failed: bool) -> None:
+        if has_failed:
             self._n_failed += 1
-            self._put(self._failed, record["index"], MAX_ROWS, self._n_failed)
+            self._put(self._failed, row, MAX_ROWS, self._n_failed)
+        else:
+            self._n_others += 1
+            self._put(self._others, row, MAX_ROWS, self._n_others)
 
     def rows(self) -> list[int]:
         """Return the indexes of the chosen rows, in input order."""

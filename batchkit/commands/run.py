@@ -36,8 +36,7 @@ def run_job(
 ) -> Outcome:
     """Run ``job`` or resume it. SIGINT and SIGTERM stop it cleanly.
 
-    Uses an idle engine in ``kept`` if it matches, and returns it there.
-    ``say`` receives messages about scoring, exports and the forecast. When every row has a record, the run is
+    Uses an idle engine in ``kept`` if it matches, and returns it there. ``say`` receives messages about scoring, exports and the forecast. When every row has a record, the run is
     scored, and exported to ``output`` and as ``output.export`` specifies.
 
     Raises:
@@ -45,12 +44,12 @@ def run_job(
             run can be resumed.
         Interrupted: A signal arrived before the first request or after the last one.
     """
-    end = planned(job, output, skip_from)
+    exports = planned(job, output, skip_from)
     forecast = None if fresh else announced(job)
     for text in filter(None, (forecast, advised(job))):
         say(text)
     options = StartOptions(fresh=fresh, on_change=on_change, skip_from=skip_from, command="run")
-    outcome = started(job, options, end, say, scored_as=job, kept=kept)
+    outcome = started(job, options, exports, say, scored_as=job, kept=kept)
     if outcome.summary.exit in (0, 3) and (took := turned_out(job, outcome.summary)):
         say(took)
     return outcome
@@ -65,8 +64,8 @@ def started(
     scored_as: JobConfig,
     kept: Engines | None = None,
 ) -> Outcome:
-    """Run ``job`` with ``options``. When all rows have finished, score them with the job ``scored_as``, and write and
-    send the exports of ``end``. The command ``run.on_end`` gets the result. Raises the same exceptions as
+    """Run ``job`` with ``options``. When all rows have finished, score them with the job ``scored_as``, and write
+    ``exports``. The command ``run.on_end`` gets the result. Raises the same exceptions as
     ``run_job``."""
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
@@ -112,7 +111,8 @@ def planned(
         )
     for target in targets:
         if target.place is not None and target.is_remote:
-            check_address(target.place, "output.export" if output is None else "--output")
+            is_option = output is not None and target is targets[-1]
+            check_address(target.place, "--output" if is_option else "output.export")
     placed = next((target for target in targets if target.place is not None), None)
     if placed is not None and job.input.shard is not None:
         raise JobError(

@@ -104,11 +104,7 @@ def read_newest(path: Path) -> Iterator[dict[str, Any]]:
 def read_newest_of(rows: Collection[int], path: Path) -> Iterator[dict[str, Any]]:
     """Yield the newest records of a few ``rows``, in input order. Memory grows with ``rows``, not with the log."""
     with opened_log(path) as file:
-        places, start = dict[int, tuple[int, int]](), 0
-        for raw in file:
-            if raw.endswith(b"\n") and (row := _row_of(raw)) in rows and row is not None:
-                places[row] = start, len(raw)
-            start += len(raw)
+        places = {row: (start, size) for row, start, size in _places(file) if row in rows}
         for _, (start, size) in sorted(places.items()):
             yield whole_record(os.pread(file.fileno(), size, start), path, start)
 
@@ -177,18 +173,24 @@ def _lines(log: BinaryIO) -> tuple[Numbers, Numbers, Numbers]:
     import numpy as np
 
     rows, starts, sizes = array("I"), array("q"), array("I")
-    start = 0
-    for raw in log:
-        if raw.endswith(b"\n") and (row := _row_of(raw)) is not None:
-            rows.append(row)
-            starts.append(start)
-            sizes.append(len(raw))
-        start += len(raw)
+    for row, start, size in _places(log):
+        rows.append(row)
+        starts.append(start)
+        sizes.append(size)
     return (
         np.frombuffer(rows, np.uint32),
         np.frombuffer(starts, np.int64),
         np.frombuffer(sizes, np.uint32),
     )
+
+
+def _places(log: BinaryIO) -> Iterator[tuple[int, int, int]]:
+    """Yield the row, the first byte and the size of each whole line that has a row."""
+    start = 0
+    for raw in log:
+        if raw.endswith(b"\n") and (row := _row_of(raw)) is not None:
+            yield row, start, len(raw)
+        start += len(raw)
 
 
 def _row_of(raw: bytes) -> int | None:

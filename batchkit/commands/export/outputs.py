@@ -1,4 +1,4 @@
-"""Rules for export files: what a format is, where `run --output` may write, and which files an export may replace. Files
+"""Rules for export files: the formats, the targets of `run --output`, and the files that an export may replace. Files
 of a run and its input are never overwritten."""
 
 from __future__ import annotations

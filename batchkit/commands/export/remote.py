@@ -64,7 +64,7 @@ def _send(file: Path, address: str) -> None:
 
 
 def _create_dataset(address: str) -> None:
-    """Create the dataset of the address, private, if it does not exist."""
+    """Create the dataset of the address as a private one. An existing dataset stays as it is."""
     from huggingface_hub import HfApi
 
     owner, name = address.removeprefix(HUB).split("/")[:2]

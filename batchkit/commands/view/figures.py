@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchkit.runs.index import Index, Snapshot, Table
-from batchkit.storage.lines import failure_kind
 
 RUNS_KEPT = 4  # runs whose index and figures are kept; a comparison needs two
 _BINS = 36  # at most, plus up to four
@@ -58,11 +57,12 @@ class FigureCounter:
         self._first: dict[str, Mapping[str, Any]] = {}  # the first failed record of each kind
         self._values = {name: Counter[float]() for name in _COLUMNS}
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Mapping[str, Any], kind: str | None) -> None:
+        """Add a record. ``kind``: its kind of failure, or None."""
         self._n_rows += 1
         self._n_cut += record.get("finish_reason") == "length"
         self._n_shortened += bool(record.get("truncated_tokens"))
-        if (kind := failure_kind(record)) is not None:
+        if kind is not None:
             self._kinds[kind] += 1
             self._first.setdefault(kind, record)
         usage = record.get("usage") or {}
@@ -75,10 +75,10 @@ class FigureCounter:
         failures = [
             _failure(kind, count, self._first[kind]) for kind, count in self._kinds.most_common()
         ]
-        columns = {
-            name: (np.array(sorted(counts)), np.array([counts[value] for value in sorted(counts)]))
-            for name, counts in self._values.items()
-        }
+        columns = {}
+        for name, counts in self._values.items():
+            values = sorted(counts)
+            columns[name] = np.array(values), np.array([counts[value] for value in values])
         return Figures(self._n_rows, self._n_cut, self._n_shortened, failures, _spreads(columns))
 
 
