@@ -208,7 +208,7 @@ def _jobs_to_run(
     if job is not None:
         loaded = load_job(job, overrides, given)
         check_not_moved(job, loaded, overrides)
-        if jobs := load_variants(job, overrides, given, vary):
+        if jobs := load_variants(job, loaded.folder, overrides, given, vary):
             return jobs, True
     elif vary:
         raise click.UsageError("--vary changes keys of a job file: give one")

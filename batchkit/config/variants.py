@@ -14,17 +14,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from batchkit.config.export_target import target_of
 from batchkit.config.loading import (
     VARIANT,
     check_override,
     job_table,
-    load_job,
     make_job,
     parse_value,
     put,
     with_input_found,
 )
 from batchkit.config.tables import JobConfig
+from batchkit.config.urls import bare
 from batchkit.errors import JobError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -40,14 +41,16 @@ class Variant(NamedTuple):
 
 def load_variants(
     path: Path,
+    folder: Path,
     overrides: Sequence[str] = (),
     given: Mapping[str, Any] = MappingProxyType({}),
     vary: Sequence[str] = (),
 ) -> list[JobConfig]:
     """Return the job of each variant, or an empty list if the job file and ``vary`` define none.
 
-    ``vary`` has texts like ``sampling.temperature=0,0.7``. The run folder of a variant is a folder with the
-    variant's name inside the run folder of the job. A variant with another ``engine.kind`` than the job keeps only
+    ``folder``: the run folder of the job; the run folder of a variant is inside it, and has the variant's name.
+    ``vary`` has texts like ``sampling.temperature=0,0.7``. ``overrides`` and ``given`` apply to all variants (see
+    ``load_job``). A variant with another ``engine.kind`` than the job keeps only
     ``engine.model`` of the job's ``[engine]``.
 
     Raises:
@@ -56,16 +59,28 @@ def load_variants(
     table = job_table(path)
     tables = _in_file(table.pop(VARIANT, []), str(path))
     groups = [*([tables] if tables else []), *map(_alternatives, vary)]
-    if not groups:
-        return []
-    folder = load_job(path, overrides, given).folder
-    found = []
-    for parts in product(*groups):
+    found = list[JobConfig]()
+    for key in {text.partition("=")[0].strip() for text in vary} & {
+        *given,
+        *(text.partition("=")[0].strip() for text in overrides),
+    }:
+        raise JobError(f"--vary {key}: another option sets {key} for all variants; keep one")
+    for parts in product(*groups) if groups else ():
         name = "_".join(part.name for part in parts)
         settings = {key: value for part in parts for key, value in part.settings.items()}
         job = _with_settings(table, path, overrides, given, Variant(name, settings))
         output = job.output.model_copy(update={"dir": str(folder)})
-        found.append(job.model_copy(update={"name": name, "output": output}))
+        renamed = job.model_copy(update={"name": name, "output": output})
+        found.append(renamed.as_trial() if job.is_trial else renamed)
+    names = [job.name for job in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise JobError(f"{path}: two variants have the name {twice!r}")
+    exports = [text for job in found for text in {*job.output.export} if target_of(text).place]
+    if shared := next((text for text in exports if exports.count(text) > 1), None):
+        raise JobError(
+            f"output.export: {bare(shared)}: each variant would write the same file; name a format instead, which is"
+            " written into each run folder"
+        )
     return found
 
 
@@ -99,9 +114,6 @@ def _in_file(tables: Any, origin: str) -> list[Variant]:
                 " names the variant's run folder"
             )
         found.append(Variant(name, dict(_leaves(table, ""))))
-    names = [variant.name for variant in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise JobError(f"{origin}: two variants have the name {twice!r}")
     return found
 
 

@@ -143,6 +143,13 @@ def test_a_killed_command_continues_where_it_was() -> None:
         ([], {"variant": {"name": "a"}}, "write each variant as a table [[variant]]"),
         ([], {"variant": [{"name": "a", "promt": {"user": "x"}}]}, "variant a: 1 problem"),
         (["--vary", TEMPERATURES, "--output", "a.csv"], {}, "--output is for one run"),
+        (
+            ["--vary", TEMPERATURES, "--temperature", "0"],
+            {},
+            "--vary sampling.temperature: another",
+        ),
+        (["--vary", TEMPERATURES, "--set", "sampling.temperature=0"], {}, "keep one"),
+        (["--vary", TEMPERATURES], {"output": {"export": ["a.csv"]}}, "would write the same file"),
         (["--vary", TEMPERATURES, "--shard", "0/2"], {}, "--shard is for one run"),
     ],
 )
@@ -154,6 +161,16 @@ def test_a_wrong_variant_is_refused_before_a_run(
     assert ended.exit_code == 2
     assert words in ended.stderr
     assert not Path("output").exists()
+
+
+def test_a_dry_run_of_variants_is_apart_from_real_answers() -> None:
+    write_job(variant=VARIANTS, engine={"kind": "vllm", "model": "m"})
+    ended = batchkit("run", "job.toml", "--set", "engine.kind=dry-run")
+    assert ended.exit_code == 0, ended.stderr
+    runs = sorted(path.parent for path in Path("output").glob("*/*/manifest.json"))
+    assert [str(run) for run in runs] == [
+        f"output/job.dry-run/{name}.dry-run" for name in ("long", "short")
+    ]
 
 
 @pytest.mark.vllm
