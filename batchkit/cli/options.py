@@ -174,8 +174,11 @@ def load(
     of: tuple[str, ...] = ("rollout", "engine"),
     trust: bool = False,
 ) -> JobConfig:
-    """Return the job in a file, and print what the job will execute, import and send. ``of`` limits the printed side
-    effects to keys that begin with one of these prefixes."""
+    """Return the job in a file. First print the side effects that it asks for: code to execute or import, and addresses to
+    send to.
+
+    ``of``: consider only side effects whose key starts with one of these prefixes.
+    """
     from batchkit.commands.trust import vouched
     from batchkit.config.loading import load_job
 

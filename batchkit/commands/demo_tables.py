@@ -1,6 +1,6 @@
 """Pictures of tables for the demo model, with questions and answers.
 
-All words and numbers are generated. Tables for tests (and for users) differ from those of the model's training: they
+All words and numbers are generated. The model was trained on other tables than the ones for tests and users, which
 combine rows and columns that training never combines, and all their numbers and some of their sizes are new.
 """
 

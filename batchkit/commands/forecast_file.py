@@ -39,8 +39,7 @@ def hash_of_job(job: JobConfig) -> str:
 
 
 def read_forecast(folder: Path, job: JobConfig) -> dict[str, Any] | None:
-    """Return the forecast of the run in ``folder``, or None if there is none, or if it was made for another run or
-    job."""
+    """Return the forecast of the run in ``folder``, or None if the folder has no forecast of this run and job."""
     try:
         found: dict[str, Any] = orjson.loads(read_bytes(folder / FORECAST))
         is_current = found["run"] == read_manifest(folder).created_at

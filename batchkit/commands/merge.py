@@ -221,8 +221,8 @@ def _allow_open_files(count: int) -> None:
 
 
 def _check_same_job(parts: Sequence[_MergedRun]) -> None:
-    """Raise ChangedError if the runs have different jobs or inputs. The comparison is that of a resume, except that
-    shards and limits may differ."""
+    """Raise ChangedError if the runs have different jobs or inputs. As when a run is resumed, but shards and limits may
+    differ."""
     first, known = parts[0], _identity_without_shard(parts[0].manifest)
     if first.job.input.path is None and not first.manifest.input:
         raise JobError(
@@ -345,7 +345,7 @@ def _generations(parts: Sequence[_MergedRun], settled: IndexSet) -> Iterator[Gen
 def _manifest(
     folder: Path, newest: _MergedRun, parts: Sequence[_MergedRun], job: JobConfig, merged: Merged
 ) -> Manifest:
-    """Return the manifest of the merged run: that of the newest run, with the starts of all runs and one for the merge.
+    """Return the manifest of the merged run: a copy of the newest run's, with the starts of all runs and of the merge.
     The merge's start has the package versions of the newest start, because these packages made the answers."""
     starts = [
         start.model_copy(update={"run": str(part.folder)})

@@ -177,5 +177,5 @@ def _with_secrets(job: JobConfig, given: JobConfig | None, say: Say) -> JobConfi
 
 
 def _with_secrets_of_job_file(job: JobConfig, given: JobConfig | None) -> JobConfig:
-    """Return ``job`` with the secrets of the user's job file ``given``, if there is one."""
+    """Return ``job`` with the secrets of the user's job file ``given``, unless it is None."""
     return job if given is None else with_secrets_of(job, given)

@@ -54,8 +54,6 @@ _OF_STEP = (
     )
 )
 _OF_ENGINE = re.compile(r"engines\.[^.]+(.*)")
-# A path segment that looks like an access token.
-_TOKEN = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w-]{32,}", re.ASCII)
 _RANDOM = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=%.~-]{20,}", re.ASCII)
 
 _SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: Path() turns // into /

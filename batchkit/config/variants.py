@@ -50,8 +50,8 @@ def load_variants(
 
     ``folder``: the run folder of the job; the run folder of a variant is inside it, and has the variant's name.
     ``vary`` has texts like ``sampling.temperature=0,0.7``. ``overrides`` and ``given`` apply to all variants (see
-    ``load_job``). A variant with another ``engine.kind`` than the job keeps only
-    ``engine.model`` of the job's ``[engine]``.
+    ``load_job``). If a variant has another ``engine.kind`` than the job, it keeps only ``engine.model`` of the job's
+    ``[engine]``.
 
     Raises:
         JobError: The job or a variant is invalid; the message names the variant.

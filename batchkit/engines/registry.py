@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,12 +51,6 @@ def load_engine(job: JobConfig, log: Path | None = None) -> Engine:
     with _importing(job):
         engine: Engine = ENGINES.load(job.engine.kind).open_engine(job, *own)
     return engine
-
-
-def sampling_names(kind: str) -> Collection[str] | None:
-    """Return the names that an engine of ``kind`` allows in ``[sampling]``, or None if it has no list of names."""
-    names: Collection[str] | None = getattr(ENGINES.load(kind), "SAMPLING", None)
-    return names
 
 
 def max_num_seqs_of(kind: str) -> int | None:

@@ -186,8 +186,7 @@ def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
 def _answers(
     folder: Path, job: JobConfig, names: set[str]
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield the newest record of each answered row, with those of the row's fields that are in ``names``
-    (``with_fields``)."""
+    """Yield the newest record of each answered row, and add the row's fields ``names`` to it (``with_fields``)."""
     ok = (record for record in read_newest(folder / RESULTS) if record["status"] == "ok")
     return with_fields(ok, job, names)
 
@@ -208,7 +207,7 @@ def _text_of(record: Mapping[str, Any]) -> str:
 
 
 def _may_differ(folder: Path, job: JobConfig) -> bool:
-    """Return True if rows of the run may have been scored with other settings than those of ``job``."""
+    """Return True if rows of the run may have been scored with other settings than ``job`` has."""
     return read_manifest(folder).scoring != scoring_of(job)
 
 

@@ -35,7 +35,6 @@ from batchkit.config.server_command import llama_server
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import EngineLoad, RenderedPrompt
 from batchkit.engines.faults import EngineDied, Fault
-from batchkit.engines.openai.chat import SAMPLING as SAMPLING
 from batchkit.engines.openai.connections import allow_connections
 from batchkit.engines.openai.options import ServerOptions, options_of
 from batchkit.engines.openai.own_server import OwnServer

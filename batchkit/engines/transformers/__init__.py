@@ -15,12 +15,11 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.transformers.engine import TransformersEngine
-from batchkit.engines.transformers.options import Sampling, TransformersOptions, options_of
+from batchkit.engines.transformers.options import TransformersOptions, options_of
 from batchkit.engines.transformers.rendering import TransformersRenderer
 from batchkit.engines.vllm.options import set_environment
 
 REQUIRES = ("torch", "transformers")
-SAMPLING = Sampling.model_fields
 MAX_NUM_SEQS: int = TransformersOptions.model_fields["max_num_seqs"].default
 
 
