@@ -332,10 +332,10 @@ def test_a_server_that_grows_too_large_is_replaced_between_rows() -> None:
 
 
 def test_a_server_that_prints_much_does_not_fill_the_disk() -> None:
-    write_job(f"{SERVER} --latency-s 0.3 --prints-mb 34 --dies-of 9", 10)
+    write_job(f"{SERVER} --latency-s 0.3 --prints-mb 34", 10)
     ran = batchkit("run", "job.toml")
-    assert ran.exit_code == 3, ran.stderr
-    assert "serving at http://127.0.0.1:" in (RUN / "engine.log").read_text()[-1000:]
+    assert ran.exit_code == 0, ran.stderr
+    assert "engine.log was cut here" in (RUN / "engine.log").read_text()[:100]
     assert (RUN / "engine.log").stat().st_size < 33 * 2**20
 
 
