@@ -108,7 +108,7 @@ class TooManyFailuresError(BatchkitError):
 
 
 class BudgetError(BatchkitError):
-    """A budget of ``[run]`` was used up before the judge had read all answers, or before ``plan`` had its sample."""
+    """A budget of ``[budget]`` was used up before the judge had read all answers, or before ``plan`` had its sample."""
 
 
 class BlockedError(BatchkitError):

@@ -202,7 +202,7 @@ def on_vllm(n_rows: int, folder: Path) -> dict[str, Any]:
         "prompt": {"user": "{{ q }}"},
         "engine": {"model": str(folder / "model"), "options": options},
         "sampling": SAMPLING,
-        "run": {"price_per_gpu_hour": 2.5},
+        "budget": {"price_per_gpu_hour": 2.5},
         "output": {"dir": str(folder / "output")},
     }
     (folder / "job.toml").write_text(tomlkit.dumps(job))

@@ -82,7 +82,7 @@ class Device:
         """Every one of ``SPACE``, and as many sequences as the KV cache holds."""
         for values in itertools.product(*SPACE.values()):
             for across, workers in ACROSS.get(self.gpus, [(1, 1)]):
-                ours = {"tensor_parallel_size": across, "run.workers": workers}
+                ours = {"tensor_parallel_size": across, "workers.count": workers}
                 chosen = {**dict(zip(SPACE, values, strict=True)), **ours}
                 yield chosen
                 if chosen["max_num_seqs"] == DEFAULT["max_num_seqs"]:
@@ -90,8 +90,8 @@ class Device:
 
     def seen(self, options: Mapping[str, Any]) -> tuple[float, Idle]:
         """Rows a second, and what the engine waits for meanwhile."""
-        chosen = {**DEFAULT, "run.workers": 1, **options}
-        size, workers = chosen["max_num_seqs"], chosen["run.workers"]
+        chosen = {**DEFAULT, "workers.count": 1, **options}
+        size, workers = chosen["max_num_seqs"], chosen["workers.count"]
         engines = workers * self.engine(chosen)
         rendered = (
             1e9 if not self.image else 1000 / self.image * min(16, chosen["run.render_threads"])
@@ -178,7 +178,10 @@ class Simulated:
         self._device, self._random = device, random
 
     def run(self, job: JobConfig, at_once: int, seconds: float, least: float = 0.0) -> Trial:
-        run = {"run.workers": job.run.workers or 1, "run.render_threads": job.run.render_threads}
+        run = {
+            "workers.count": job.workers.count or 1,
+            "run.render_threads": job.run.render_threads,
+        }
         rate, idle = self._device.seen({**job.engine.options, **run})
         if not rate:
             return Trial("error: the budget is too small", "", 1.0)
@@ -233,7 +236,7 @@ def at_random(device: Device, random: Random, n_trials: int) -> float:
     for _ in range(n_trials - 1):
         options = {name: random.choice(values) for name, values in SPACE.items()}
         group, workers = random.choice(across)
-        choices.append({**options, "tensor_parallel_size": group, "run.workers": workers})
+        choices.append({**options, "tensor_parallel_size": group, "workers.count": workers})
     seen = [
         (device.rows_per_s(choice) * random.gauss(1, NOISE), n) for n, choice in enumerate(choices)
     ]
@@ -256,7 +259,7 @@ def by_optuna(device: Device, random: Random, n_trials: int) -> float:
         trial = study.ask()
         options = {name: trial.suggest_categorical(name, values) for name, values in SPACE.items()}
         group, workers = across[trial.suggest_categorical("across", [*range(len(across))])]
-        chosen.append({**options, "tensor_parallel_size": group, "run.workers": workers})
+        chosen.append({**options, "tensor_parallel_size": group, "workers.count": workers})
         study.tell(trial, device.rows_per_s(chosen[-1]) * random.gauss(1, NOISE))
     return device.rows_per_s(chosen[study.best_trial.number])
 

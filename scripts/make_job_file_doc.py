@@ -1,24 +1,22 @@
-"""Writes ``docs/job-file.md`` from the tables in ``batchkit/config/tables/``.
+"""Writes ``docs/job-file.md`` and ``job.schema.json`` from the tables in ``batchkit/config/tables/``.
 
     .venv/bin/python scripts/make_job_file_doc.py
 
-``tests/test_docs.py`` fails where the committed page is not what this gives.
+``tests/test_docs.py`` fails where the committed files are not what this gives.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
 import textwrap
 from collections.abc import Collection
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from batchkit.config.job_schema import SCHEMA, descriptions, job_schema
 from batchkit.config.problems import in_words
 from batchkit.config.speed_options import SPEED_OPTIONS
 from batchkit.config.suggest import NAMES
@@ -95,6 +93,9 @@ JOB.toml --dry-run` prints the first rows as the model would get them.
   [Jinja2](https://jinja.palletsprojects.com/templates/), with loops, conditions and filters.
 - **Rows without templates.** Without `system`, `user` and `images`, batchkit sends a row's own `messages` (OpenAI's chat
   shape), `body` (an OpenAI batch request) or `prompt`.
+- **Editors.** The first line of a job file from `batchkit init`, `#:schema …`, refers to the JSON Schema in the installed
+  package. Editors with support for TOML schemas (Even Better TOML, Taplo) then complete and check the keys. `batchkit
+  init --schema` prints the schema, with the names that installed plug-ins add.
 
 ## Top level
 
@@ -185,19 +186,6 @@ def _section(name: str, table: Any, leave_out: Collection[str] = ()) -> str:
     return f"\n## `[{name}]`\n\n{_sentence(table)}\n\n{_table(fields, descriptions(table))}"
 
 
-def descriptions(table: type[Table]) -> dict[str, str]:
-    """What is below each key in the source, also of the tables that ``table`` extends."""
-    found: dict[str, str] = {}
-    for base in (base for base in table.__mro__ if issubclass(base, Table)):
-        (definition,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(definition, ast.ClassDef)
-        for pair in pairwise(definition.body):
-            match pair:
-                case (ast.AnnAssign(ast.Name(key)), ast.Expr(ast.Constant(str(text)))):
-                    found[key] = " ".join(text.split())
-    return found
-
-
 def _table(fields: dict[str, FieldInfo], described: dict[str, str]) -> str:
     lines = ["| key | type | default | description |", "|---|---|---|---|"]
     for name, field in fields.items():
@@ -232,4 +220,6 @@ def _sentence(table: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(document(), encoding="utf-8")
+    SCHEMA.write_text(json.dumps(job_schema(), indent=1, ensure_ascii=False) + "\n", "utf-8")
     print(f"{PAGE}: written")
+    print(f"{SCHEMA}: written")

@@ -16,6 +16,7 @@ import make_job_file_doc as script
 import pytest
 
 from batchkit.cli import cli
+from batchkit.config.job_schema import SCHEMA, descriptions, job_schema
 from batchkit.config.loading import parse_job
 from batchkit.config.tables import JobConfig
 
@@ -26,6 +27,12 @@ PAGE = ROOT / "docs" / "job-file.md"
 def test_job_file_page_is_what_the_script_makes_of_the_models() -> None:
     assert PAGE.read_text(encoding="utf-8") == script.document(), (
         f"run {sys.executable} scripts/make_job_file_doc.py and commit docs/job-file.md"
+    )
+
+
+def test_schema_of_the_package_is_what_the_script_makes_of_the_models() -> None:
+    assert json.loads(SCHEMA.read_text(encoding="utf-8")) == job_schema(), (
+        f"run {sys.executable} scripts/make_job_file_doc.py and commit {SCHEMA.name}"
     )
 
 
@@ -41,7 +48,7 @@ def test_every_key_is_described_on_the_page() -> None:
     page = script.document()
     for name, field in JobConfig.model_fields.items():
         keys = getattr(field.annotation, "model_fields", {})
-        described = script.descriptions(field.annotation) if keys else {}
+        described = descriptions(field.annotation) if keys else {}
         title = {"steps": "[[steps]]", "engines": "[engines.NAME]"}.get(name, f"[{name}]")
         assert f"\n## `{title}`\n" in page or f"| `{name}` |" in page
         for key in keys:

@@ -82,7 +82,7 @@ name = "b"
 prompt.user = "{{ reviw }}"
 """
 )
-STOPPED = "run job.toml --set run.max_in_flight=1 --set run.max_completion_tokens=6"
+STOPPED = "run job.toml --set run.max_in_flight=1 --set budget.max_completion_tokens=6"
 RUNS = [
     *(
         Mistake(f"{command} job.toml", ('engine.kind = "dry-run" answers without delay',))

@@ -110,14 +110,14 @@ def cli() -> None:
     " SLURM job array.",
 )
 @of_key(
-    "run.workers",
+    "workers.count",
     "--workers",
     "Number of engines on Ray, each with tensor_parallel_size × pipeline_parallel_size GPUs; default one engine"
     " without Ray",
     type=COUNT,
 )
 @of_key(
-    "run.ray_address",
+    "workers.ray_address",
     "--ray-address",
     "Ray cluster for --workers; default RAY_ADDRESS, or Ray started on this machine",
     metavar="ADDRESS",
@@ -247,16 +247,23 @@ def _print_end(outcome: Outcome) -> None:
 @click.argument("kind", required=False)
 @click.argument("file", type=FILE, required=False)
 @click.option("--list", "as_list", is_flag=True, help="List the kinds of job files.")
+@click.option(
+    "--schema",
+    is_flag=True,
+    help="Print the JSON Schema of job files, with which editors check them.",
+)
 @printed
-def init(kind: str | None, file: Path | None, as_list: bool) -> Result:
+def init(kind: str | None, file: Path | None, as_list: bool, schema: bool) -> Result:
     """Write a commented job file to start from.
 
     KIND is text, images, pdf, json, embed, classify, rerank, openai, judge or steps. Without KIND, `init` prints what
     each is for. The default of FILE is KIND.toml.
     """
+    from batchkit.commands.init import Schema, kinds
     from batchkit.commands.init import init as write
-    from batchkit.commands.init import kinds
 
+    if schema:
+        return Schema()
     return kinds() if as_list or kind is None else write(kind, file)
 
 

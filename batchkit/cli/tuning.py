@@ -26,14 +26,14 @@ from batchkit.errors import JobError
 )
 @LIMIT
 @of_key(
-    "run.price_per_gpu_hour",
+    "budget.price_per_gpu_hour",
     "--price-per-gpu-hour",
     "Price of one GPU for one hour",
     type=click.FloatRange(0, min_open=True),
     metavar="PRICE",
 )
 @of_key(
-    "run.price_per_million_tokens",
+    "budget.price_per_million_tokens",
     "--price-per-million-tokens",
     "Prices of a million prompt tokens and of a million completion tokens",
     metavar="IN,OUT",

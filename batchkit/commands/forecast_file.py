@@ -33,8 +33,8 @@ def write_forecast(folder: Path, forecast: Mapping[str, Any]) -> None:
 def hash_of_job(job: JobConfig) -> str:
     """Return a hash of all settings that a forecast depends on: rows, prompts, engine and speed. Prices don't change
     it."""
-    tables = job.model_dump(mode="json", exclude={"name", "run", "output", "scoring"})
-    run = job.run.model_dump(include={"sample", "seed", "workers", "max_in_flight"})
+    tables = job.model_dump(mode="json", exclude={"name", "run", "budget", "output", "scoring"})
+    run = job.run.model_dump(include={"sample", "seed", "max_in_flight"})
     return hash_of([masked(tables), run])
 
 

@@ -103,6 +103,9 @@ class Seam(NamedTuple):
             f"{did_you_mean(name, self.known)}"
         )
 
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(schema), "enum": self.known}
+
 
 ENGINES = Seam("engines", "batchkit.engines:ENGINES")
 

@@ -69,7 +69,7 @@ class EngineNotes:
 
     def announce(self, names: Sequence[str], *, reused: Collection[str]) -> None:
         """Log which engines are loaded for this start. ``reused``: engines that were already loaded."""
-        workers = self._job.run.workers
+        workers = self._job.workers.count
         for name in names:
             engine = self._job.with_engine(name).engine
             model = engine.model or engine.kind

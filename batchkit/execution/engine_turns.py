@@ -38,7 +38,7 @@ class Grouping(NamedTuple):
 def grouping_of(job: JobConfig) -> Grouping:
     """Return the groups of the job's engines.
 
-    All engines form one group if at most one of them holds a model on this machine, or if ``run.worker_gpus`` has
+    All engines form one group if at most one of them holds a model on this machine, or if ``workers.gpus`` has
     enough GPUs for all of them (0 means that they use no GPU). Otherwise each engine with a model on this machine is a
     group. An engine that uses a running server needs no memory here, so it is in every group.
     """
@@ -47,7 +47,7 @@ def grouping_of(job: JobConfig) -> Grouping:
         return Grouping([names])
     jobs = {name: job.with_engine(name) for name in names}
     own = {name: job for name, job in jobs.items() if is_loaded_here(job.engine)}
-    obstacle, environments = side_by_side(own, job.run.worker_gpus)
+    obstacle, environments = side_by_side(own, job.workers.gpus)
     if not obstacle:
         return Grouping([names], "engines are loaded together", environments)
     shown = " and ".join(map(_label, own))
@@ -89,7 +89,7 @@ def _obstacle(engines: Collection[EngineTable], needed: int, room: float | None)
     if room == 0:
         return ""
     if room is None:
-        return "run.worker_gpus is not set"
+        return "workers.gpus is not set"
     if any(engine.server is not None for engine in engines):
         return "a server's GPUs are known only to its own command"
     if room < needed:
@@ -120,7 +120,7 @@ class Turns:
         if self.are_several and changes >= len(self._groups):
             self._say(
                 f"the steps change the engine {changes} times, and each change loads a model: order the steps so"
-                " that steps of one engine follow each other, or give run.worker_gpus a GPU for each engine"
+                " that steps of one engine follow each other, or give workers.gpus a GPU for each engine"
             )
         self.number = 1
         first = next(iter(self._groups))

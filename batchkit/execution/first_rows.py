@@ -64,7 +64,7 @@ def check_first_rows(
     is_for_another = isinstance(first, WrongTaskError)
     if is_for_another and _has_line_for(job, all_rows):
         return
-    is_elsewhere = job.run.workers is not None and isinstance(first, MediaError)
+    is_elsewhere = job.workers.count is not None and isinstance(first, MediaError)
     is_enough = len(failed) >= min(_FEWEST, job.run.check_rows) or is_for_another
     if is_enough and not is_elsewhere:
         raise _all_fail(row.index, row.id, error_of(first), len(failed), "the model was not loaded")

@@ -184,7 +184,7 @@ class Loop:
                 tasks.turns.environments,
             )
             pool: WorkerPool
-            if start.job.run.workers is not None:
+            if start.job.workers.count is not None:
                 with self._screen.waiting("waiting for a worker"):
                     pool = RayPool(start, tasks, engines, opening)
             else:

@@ -45,7 +45,7 @@ class ProductionBatchProcessor:
                 answers = processor.process(frames[day], name=day).to_pandas()
 
     Inside ``with``, the engine prints to ``<output.dir>/<name>.engine/engine.log``.
-    With ``run.workers``, each call still starts its workers.
+    With ``workers.count``, each call still starts its workers.
 
     Args:
         job: A JobConfig, or the path of a job file.
@@ -56,10 +56,10 @@ class ProductionBatchProcessor:
         raise_on_failure: Raise FailedRowsError at the end of a call if a row of the job is failed.
         quiet: Print nothing.
         adjust_sampling: Function that changes the sampling parameters of each row. Not allowed with
-            ``run.workers`` or a pooling task. A resume can't compare functions: after a change of the
+            ``workers.count`` or a pooling task. A resume can't compare functions: after a change of the
             function, give the job another name.
         rollout: ``async def solve(row, generate)``, used instead of ``[rollout] function``. Not allowed
-            with ``run.workers``. A resume compares its source code, if Python can read it.
+            with ``workers.count``. A resume compares its source code, if Python can read it.
 
     Raises:
         JobError: the job file can't be read, or its keys are wrong.
@@ -214,8 +214,8 @@ def _why_not_adjusted(job: JobConfig) -> str:
         return f'task = "{job.task}", which samples nothing; leave it out'
     if job.rollout is not None:
         return "a rollout; its function passes the sampling parameters of each generation to `generate`"
-    if job.run.workers:
-        return "run.workers; give each row its own parameters (sampling.sampling_column)"
+    if job.workers.count:
+        return "workers.count; give each row its own parameters (sampling.sampling_column)"
     return ""
 
 

@@ -3,7 +3,7 @@
 While rows are in flight, a signal only sets a flag that the loop reads. Before and afterwards, no request is running,
 and the signal handler raises Interrupted immediately.
 
-``run.max_seconds`` counts from the beginning of each start, like a reservation on a cluster. Tokens and price count
+``budget.max_seconds`` counts from the beginning of each start, like a reservation on a cluster. Tokens and price count
 over all starts of the run.
 """
 
@@ -24,7 +24,7 @@ from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.types import Usage
 
-DRAIN_S = 10.0  # for rows in flight after the first SIGINT, or after run.max_seconds
+DRAIN_S = 10.0  # for rows in flight after the first SIGINT, or after budget.max_seconds
 
 
 class StopRequest:
@@ -35,7 +35,7 @@ class StopRequest:
 
     def __init__(self, *, drain_s: float = DRAIN_S) -> None:
         self._drain_s = drain_s
-        # When the command began; ``run.max_seconds`` counts from here.
+        # When the command began; ``budget.max_seconds`` counts from here.
         self.began = time.monotonic()
         self.signum: int | None = None
         self._deadline = float("inf")
@@ -107,7 +107,7 @@ class Stop:
     """The reasons to end this start early, and the decision whether it ends.
 
     - ``request``: signals received so far.
-    - ``by``: the budget that stops this start, for example ``run.max_seconds = 60``, or None.
+    - ``by``: the budget that stops this start, for example ``budget.max_seconds = 60``, or None.
     - ``say``: writes a line to the log.
     """
 
@@ -131,13 +131,13 @@ class Stop:
     def price(self, unfinished_tokens: int = 0) -> float | None:
         """Return the price of the run so far, over all starts; None if the job has no price."""
         gpu_seconds = self._gpu_seconds_before + self._job.gpus * self._seconds
-        return self._job.run.price_of(self._tokens(unfinished_tokens), gpu_seconds)
+        return self._job.budget.price_of(self._tokens(unfinished_tokens), gpu_seconds)
 
     def note_gpus(self) -> bool:
         """Write the GPU seconds of this start to the manifest object. Return True if the price depends on them, so it
         must be saved."""
         self._run.manifest.last_start.gpu_seconds = round(self._job.gpus * self._seconds, 3)
-        return self._job.run.price_per_gpu_hour is not None
+        return self._job.budget.price_per_gpu_hour is not None
 
     def check_budgets(self, unfinished_tokens: int = 0) -> bool:
         """Set ``by`` if a budget is used up. Return whether the start must stop taking new rows, after a signal too.
@@ -181,20 +181,20 @@ class Stop:
 
     def _budgets(self, unfinished_tokens: int = 0) -> Iterator[tuple[str, float]]:
         """Yield the name (as in ``by``) and the remaining amount of each budget that the job has."""
-        run = self._job.run
-        if run.max_seconds is not None:
-            yield f"run.max_seconds = {run.max_seconds:g}", run.max_seconds - self._seconds
-        if (most := run.max_completion_tokens) is not None:
+        budget = self._job.budget
+        if budget.max_seconds is not None:
+            yield f"budget.max_seconds = {budget.max_seconds:g}", budget.max_seconds - self._seconds
+        if (most := budget.max_completion_tokens) is not None:
             spent = self._tokens(unfinished_tokens).completion_tokens
-            yield f"run.max_completion_tokens = {most:,}", most - spent
-        if run.max_price is not None:
+            yield f"budget.max_completion_tokens = {most:,}", most - spent
+        if budget.max_price is not None:
             price = self.price(unfinished_tokens) or 0.0
-            yield f"run.max_price = {run.max_price:g}", run.max_price - price
+            yield f"budget.max_price = {budget.max_price:g}", budget.max_price - price
 
     @property
     def _drain_s(self) -> float | None:
         """Seconds that rows in flight may still take, if no signal came; None for no limit."""
-        most = self._job.run.max_seconds
+        most = self._job.budget.max_seconds
         if most is None or self._seconds < most:
             return None
         return max(0.0, most + DRAIN_S - self._seconds)

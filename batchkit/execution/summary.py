@@ -54,7 +54,7 @@ class RunSummary:
     # Exit code: 0 all rows ok; 3 some failed; 1 stopped by an error, or rows without a record remain; 130 or
     # 143 interrupted.
     exit: int
-    # The budget that stopped it, for example ``run.max_seconds = 60``.
+    # The budget that stopped it, for example ``budget.max_seconds = 60``.
     stopped_by: str | None = None
     price: float | None = None  # None if the job has no price
     uncovered: int = 0  # transcripts that lack text for some of the sound
@@ -103,7 +103,7 @@ class RunSummary:
         if was_retry:
             rows = f"{self.failed:,} failed rows are left"
         key = budget.partition(" ")[0]
-        if key == "run.max_seconds":
+        if key == "budget.max_seconds":
             return f"{rows}; the same command continues"
         return f"{rows}; to continue, raise it: --set {key}=…"
 

@@ -1,6 +1,6 @@
 """A Worker: engines, with everything needed to turn rows into records.
 
-A run on one machine has one Worker, which the run's own thread calls. With ``run.workers``, each process that Ray
+A run on one machine has one Worker, which the run's own thread calls. With ``workers.count``, each process that Ray
 starts has one (``cluster/``). The main loop uses both in the same way.
 """
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from batchkit.config.loading import load_job
 from batchkit.config.masking import masked_text
 from batchkit.config.suggest import did_you_mean
-from batchkit.config.tables import RunTable
+from batchkit.config.tables import BudgetTable
 from batchkit.errors import BatchkitError, JobError, StoreError
 from batchkit.runs.index import stamp_of
 from batchkit.runs.status import Status, status
@@ -43,7 +43,7 @@ class Look(NamedTuple):
 
     status: Status
     manifest: Manifest
-    limits: RunTable
+    limits: BudgetTable
 
     @property
     def state(self) -> str:
@@ -71,16 +71,16 @@ class Look(NamedTuple):
         }
 
     def _budgets(self) -> Iterator[dict[str, Any]]:
-        """Yield the used part of each limit of ``[run]``. Seconds count the last start only."""
-        run, starts, now = self.limits, self.manifest.starts, self.status
+        """Yield the used part of each limit of ``[budget]``. Seconds count the last start only."""
+        budget, starts, now = self.limits, self.manifest.starts, self.status
         tokens = Usage(now.prompt_tokens, now.completion_tokens)
         spent = {
             "max_seconds": _seconds_of(starts[-1], now.held_by is not None) if starts else None,
             "max_completion_tokens": now.completion_tokens,
-            "max_price": run.price_of(tokens, sum(start.gpu_seconds for start in starts)),
+            "max_price": budget.price_of(tokens, sum(start.gpu_seconds for start in starts)),
         }
         for name, value in spent.items():
-            if (limit := getattr(run, name)) is not None:
+            if (limit := getattr(budget, name)) is not None:
                 yield {"name": name, "spent": value, "limit": limit}
 
     def to_json(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def look_at(folder: Path) -> Look:
 
 @lru_cache(_MOST_LOOKS)
 def _look(folder: Path, stamps: tuple[Any, ...], is_held: bool) -> Look:
-    return Look(status(folder), read_manifest(folder), job_of_run(folder).run)
+    return Look(status(folder), read_manifest(folder), job_of_run(folder).budget)
 
 
 def _cells(run: Mapping[str, Any]) -> list[str]:

@@ -33,7 +33,7 @@ class Rates(NamedTuple):
         # The first line of a start is written when its engine is loaded.
         seconds = sum(lines[-1].seconds - lines[0].seconds for lines in ([*of] for _, of in starts))
         gpu_seconds = sum(start.gpu_seconds for start in read_manifest(folder).starts)
-        price = job_of_run(folder).run.price_of(found.tokens, gpu_seconds)
+        price = job_of_run(folder).budget.price_of(found.tokens, gpu_seconds)
         return cls(
             found.totals.ok,
             found.totals.failed,

@@ -68,7 +68,7 @@ def finish(batch: Object, settings: Settings) -> Finished:
             "error_file_id": ids.errors if ids.errors in named else None,
             "request_counts": {"total": total, "completed": len(ok), "failed": n_errors},
             "usage": usage,
-            "price": model and model.job.run.price_of(tokens, batch["gpu_seconds"]),
+            "price": model and model.job.budget.price_of(tokens, batch["gpu_seconds"]),
         },
         files,
     )

@@ -27,7 +27,7 @@ class ModelPlace:
 
     @property
     def has_workers(self) -> bool:
-        return any(model.job.run.workers is not None for model in self.models)
+        return any(model.job.workers.count is not None for model in self.models)
 
     def is_for(self, name: str) -> bool:
         """Return True if batches of the model called ``name`` run in this place.
@@ -42,7 +42,7 @@ def places_of(settings: Settings, say: Say) -> list[ModelPlace]:
     """Assign the server's models to places.
 
     Each model on a remote server has its own place. So has each local model, if the GPUs have room for all of them;
-    these are the visible GPUs, or ``run.worker_gpus`` if all jobs set it (0 means no GPU). Otherwise all local models
+    these are the visible GPUs, or ``workers.gpus`` if all jobs set it (0 means no GPU). Otherwise all local models
     share one place.
     """
     models = {model.name: model for model in settings.models.values()}
@@ -67,9 +67,9 @@ def _side_by_side(here: Mapping[str, ServedModel]) -> tuple[str, Mapping[str, Ma
     jobs = {name: model.job for name, model in here.items()}
     if len(jobs) < 2:
         return "", {}
-    if any(job.run.workers is not None for job in jobs.values()):
-        return "run.workers already spreads each model over the GPUs", {}
-    given = [room for job in jobs.values() if (room := job.run.worker_gpus) is not None]
+    if any(job.workers.count is not None for job in jobs.values()):
+        return "workers.count already spreads each model over the GPUs", {}
+    given = [room for job in jobs.values() if (room := job.workers.gpus) is not None]
     if len(given) == len(jobs):
         return side_by_side(jobs, max(given))
     n_visible = visible_gpus()

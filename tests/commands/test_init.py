@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
 import tomlkit
+from jsonschema import Draft202012Validator
 from PIL import Image
 
 from batchkit.cli import cli
 from batchkit.commands.init import KINDS
+from batchkit.config.job_schema import job_schema
 from batchkit.config.loading import load_job, parse_job
 from tests.support.command_line import batchkit
 from tests.support.rows import write_jsonl
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+ROOT = Path(__file__).parents[2]
 DRY = ["--set", "engine.kind=dry-run"]
 
 
@@ -65,6 +71,26 @@ def test_every_option_that_is_commented_out_is_one(kind: str) -> None:
     options = re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)
     assert options != text
     parse_job(tomllib.loads(options), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_schema_in_the_first_line_allows_the_job_file_and_no_wrong_key(kind: str) -> None:
+    batchkit("init", kind)
+    text = Path(f"{kind}.toml").read_text()
+    address = text.partition("\n")[0].removeprefix("#:schema ")
+    schema = json.loads(Path(url2pathname(urlsplit(address).path)).read_text("utf-8"))
+    assert schema == json.loads(batchkit("init", "--schema").stdout)
+    check = Draft202012Validator(schema)
+    job = tomllib.loads(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE))
+    check.validate(job)
+    job["run"] = {"max_in_fligth": 4}
+    (fault,) = check.iter_errors(job)
+    assert "max_in_fligth" in fault.message
+
+
+@pytest.mark.parametrize("job", sorted((ROOT / "jobs").glob("*.toml")), ids=lambda job: job.name)
+def test_schema_allows_the_jobs_of_the_project(job: Path) -> None:
+    Draft202012Validator(job_schema()).validate(tomllib.loads(job.read_text("utf-8")))
 
 
 def test_job_has_the_name_of_its_file() -> None:

@@ -217,9 +217,11 @@ def test_each_scorer_of_a_judge_gives_a_score(tmp_path: Path) -> None:
 def test_a_judge_continues_after_its_budget(tmp_path: Path) -> None:
     judge, folder = Judge(), answered(tmp_path)
     with serving(judge) as server:
-        limit = {"max_in_flight": 1, "max_completion_tokens": 1}
-        with pytest.raises(BudgetError, match=r"run\.max_completion_tokens = 1 stopped the judge"):
-            judge_of(folder, judge_file(tmp_path, server, run=limit))
+        limits = {"run": {"max_in_flight": 1}, "budget": {"max_completion_tokens": 1}}
+        with pytest.raises(
+            BudgetError, match=r"budget\.max_completion_tokens = 1 stopped the judge"
+        ):
+            judge_of(folder, judge_file(tmp_path, server, **limits))
         assert {*judged(folder).values()} == {None}
         judge_of(folder, judge_file(tmp_path, server))
     assert judge.asked == {"q0": 1, "q1": 1, "q2": 1}

@@ -50,7 +50,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     run = golden_run(place, **SLOW)
     _note_restart(run)
-    other = make_run(place, TABLE, better, name="better", run={"max_completion_tokens": 10**6})
+    other = make_run(place, TABLE, better, name="better", budget={"max_completion_tokens": 10**6})
     report(run, place / "report.html")
     write_comparison(compare([run, other]), place / "compare.html")
     return place / "output"

@@ -60,7 +60,8 @@ def test_a_run_takes_what_was_forecast_and_begins_with_the_sample() -> None:
     write_rows([{"q": "tell me " + "more " * (n % 40)} for n in range(400)])
     write_job(
         engine=SLOW,
-        run=EIGHT | {"price_per_million_tokens": [1e3, 2e3]},
+        run=EIGHT,
+        budget={"price_per_million_tokens": [1e3, 2e3]},
     )
     found = planned()
     sampled = settled()
@@ -205,10 +206,10 @@ def test_prices_of_tokens_are_two(prices: str) -> None:
 
 
 def test_a_budget_ends_the_sample() -> None:
-    prepare(100, run={"max_completion_tokens": 5 * TOKENS})
+    prepare(100, budget={"max_completion_tokens": 5 * TOKENS})
     found = plan("--rows", "40")
     assert found.exit_code == 1
-    assert "run.max_completion_tokens = 30 stopped the sample" in found.stderr
+    assert "budget.max_completion_tokens = 30 stopped the sample" in found.stderr
     assert 5 <= len(settled()) < 40
     assert not (RUN / "forecast.json").exists()
 
@@ -320,7 +321,7 @@ def test_recordings_are_judged_by_their_seconds() -> None:
         write_wav(Path(f"{n}.wav"), make_recording(Random(n), seconds).samples)
     write_rows([{"file": f"{n}.wav"} for n in range(len(lengths))])
     tables = {"prompt": {"user": "", "audios": ["{{ file }}"]}, "speech": {"part_seconds": 8}}
-    write_job(task="transcribe", **tables, run={"price_per_million_tokens": [0.0, 1e6]})
+    write_job(task="transcribe", **tables, budget={"price_per_million_tokens": [0.0, 1e6]})
     found = planned("--rows", "6")
     assert found["prompts"]["unit"] == "seconds"
 

@@ -27,7 +27,7 @@ def test_vllm_answers_the_sample_with_one_engine(tmp_path: Path, text_model: Pat
         "prompt": {"user": "tell me of {{ n }}"},
         "engine": {"model": str(text_model), "options": SMALL},
         "sampling": {"sampling_column": "params", "ignore_eos": True},
-        "run": {"price_per_gpu_hour": 3600.0},
+        "budget": {"price_per_gpu_hour": 3600.0},
     }
     rows = [{"n": n, "params": {"max_tokens": tokens}} for n, tokens in enumerate(lengths)]
     write_jsonl(tmp_path / "rows.jsonl", rows)

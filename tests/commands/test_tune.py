@@ -168,16 +168,17 @@ def test_options_of_the_run_are_tried_and_written(searched: Callable[..., Tuned]
     rates = {(None, "auto"): 100, (2, "auto"): 180, (2, 64): 190}
 
     def trial(job: JobConfig, at_once: int, seconds: float) -> Trial:
-        size, run = job.engine.options["max_num_seqs"], job.run
-        assert at_once == size * (run.workers or 1)
+        size, run, workers = job.engine.options["max_num_seqs"], job.run, job.workers
+        assert at_once == size * (workers.count or 1)
         is_known = size == 8 and run.render_threads == 4
-        return ok(rates.get((run.workers, run.max_in_flight), 10) if is_known else 1)
+        return ok(rates.get((workers.count, run.max_in_flight), 10) if is_known else 1)
 
-    space = {"max_num_seqs": 8, "run.workers": [2], "run.max_in_flight": [64]}
+    space = {"max_num_seqs": 8, "workers.count": [2], "run.max_in_flight": [64]}
     tuned = searched(trial, space, write_to=Path("job.toml"))
-    assert tuned.best == {"run.workers": 2, "run.max_in_flight": 64}
-    assert tomllib.loads(Path("job.toml").read_text())["run"] == {"workers": 2, "max_in_flight": 64}
-    assert "[run]\nworkers = 2\nmax_in_flight = 64" in patch(tuned.best)
+    assert tuned.best == {"workers.count": 2, "run.max_in_flight": 64}
+    written = tomllib.loads(Path("job.toml").read_text())
+    assert (written["workers"], written["run"]) == ({"count": 2}, {"max_in_flight": 64})
+    assert "[workers]\ncount = 2\n\n[run]\nmax_in_flight = 64" in patch(tuned.best)
 
 
 @pytest.mark.release
@@ -186,9 +187,9 @@ def test_a_trial_with_workers_is_one_on_ray(
     ray_head: RayHead, searched: Callable[..., Tuned], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batchkit.commands.tuning.tune._MOST_TRIALS", 4)
-    job = load_job(Path("job.toml"), [f"run.ray_address={ray_head.address}"])
-    tuned = searched(space={"max_num_seqs": 8, "run.workers": [2]}, job=job)
-    on_ray = [trial.status for trial in tuned.trials if trial.options.get("run.workers") == 2]
+    job = load_job(Path("job.toml"), [f"workers.ray_address={ray_head.address}"])
+    tuned = searched(space={"max_num_seqs": 8, "workers.count": [2]}, job=job)
+    on_ray = [trial.status for trial in tuned.trials if trial.options.get("workers.count") == 2]
     assert {*on_ray} == {"ok"}
 
 
@@ -213,12 +214,12 @@ def test_as_many_requests_as_the_cache_of_each_engine_held_are_tried(
     searched: Callable[..., Tuned],
 ) -> None:
     def trial(job: JobConfig, *_: float) -> Trial:
-        workers = job.run.workers or 1
+        workers = job.workers.count or 1
         return ok(100 * workers, idle=FULL._replace(running=31.0 * workers))
 
-    tried = [t.options for t in searched(trial, {"max_num_seqs": 64, "run.workers": [2]}).trials]
-    assert {"run.workers": 2, "max_num_seqs": 31} in tried
-    assert {"run.workers": 2, "max_num_seqs": 62} not in tried
+    tried = [t.options for t in searched(trial, {"max_num_seqs": 64, "workers.count": [2]}).trials]
+    assert {"workers.count": 2, "max_num_seqs": 31} in tried
+    assert {"workers.count": 2, "max_num_seqs": 62} not in tried
 
 
 def test_a_gain_within_the_noise_is_none(searched: Callable[..., Tuned]) -> None:

@@ -42,7 +42,7 @@ def view(tmp_path: Path) -> Iterator[Viewed]:
 
 
 def test_the_list_has_all_runs_and_a_run_says_what_status_says(view: Viewed) -> None:
-    prepare(10, engine={"model": "a/model"}, run={"max_completion_tokens": 100})
+    prepare(10, engine={"model": "a/model"}, budget={"max_completion_tokens": 100})
     rows_that_fail(10, 5)
     assert run().exit_code == 3
     assert run("--set", "name='b'", "--limit", "4").exit_code == 0

@@ -187,9 +187,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             "engines": {
                 "judge": {"kind": "openai-server", "model": "m", "base_url": "http://a/v1"}
             },
-            "run": {"price_per_gpu_hour": 2.0},
+            "budget": {"price_per_gpu_hour": 2.0},
         },
-        "run.price_per_gpu_hour: engines.judge is a server; set run.price_per_million_tokens instead",
+        "budget.price_per_gpu_hour: engines.judge is a server; set budget.price_per_million_tokens instead",
     ),
     (
         {"steps": [step()], "rollout": {"function": "a:b"}},

@@ -247,7 +247,7 @@ WRONG_JOBS: list[tuple[dict[str, Any], str, str]] = [
     ({"options": {"dtype": "float31"}}, "dtype", "dtype"),
     ({"options": {"chat_template": "/no/such.jinja"}}, "chat_template", "chat_template"),
     ({"options": {"model": "x"}}, "set by batchkit", "has no such name"),
-    ({"options": {"data_parallel_size": 2}}, "set run.workers = 2", "has no such name"),
+    ({"options": {"data_parallel_size": 2}}, "set workers.count = 2", "has no such name"),
     ({"options": {"max_num_seqs": 0}}, "max_num_seqs", "max_num_seqs: found 0, expected"),
     ({"model": "./nowhere"}, "no folder", "no folder"),
     ({"model": str(ROOT)}, "holds no model: it has no config", "holds no model: it has no config"),

@@ -376,7 +376,7 @@ def test_a_server_that_answers_nobody_any_more_is_replaced() -> None:
 )
 def test_a_server_ends_with_its_run_however_that_ends(signums: list[int], options: str) -> None:
     is_loading = "loads" in options
-    write_job(f"{SERVER} {options}", 100, run={"price_per_gpu_hour": 2.0})
+    write_job(f"{SERVER} {options}", 100, budget={"price_per_gpu_hour": 2.0})
     run = begin()
     until((lambda: len(servers()) == 1) if is_loading else some_done(10))
     (server,) = servers()

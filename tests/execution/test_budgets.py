@@ -36,14 +36,15 @@ ONE_AT_A_TIME: dict[str, Any] = {"max_in_flight": 1}
 
 
 def test_tokens_are_a_budget_of_the_run_and_a_larger_one_continues_it() -> None:
-    prepare(30, run=ONE_AT_A_TIME | {"max_completion_tokens": 10 * TOKENS})
+    prepare(30, run=ONE_AT_A_TIME, budget={"max_completion_tokens": 10 * TOKENS})
     found = run()
     assert (found.exit_code, found.json["exit"]) == (1, 1)
-    assert found.json["stopped_by"] == "run.max_completion_tokens = 60"
+    assert found.json["stopped_by"] == "budget.max_completion_tokens = 60"
     assert settled() == dict.fromkeys(range(10), "ok")
-    assert "budget: run.max_completion_tokens = 60, 60 left" in found.stderr
+    assert "budget: budget.max_completion_tokens = 60, 60 left" in found.stderr
     assert (
-        "20 rows are left; to continue, raise it: --set run.max_completion_tokens=…" in found.stderr
+        "20 rows are left; to continue, raise it: --set budget.max_completion_tokens=…"
+        in found.stderr
     )
     assert manifest()["starts"][-1]["exit"] == 1
     assert verify() | {"lost": 0, "pending": 20, "checkpoint_matches": True} == verify()
@@ -52,10 +53,10 @@ def test_tokens_are_a_budget_of_the_run_and_a_larger_one_continues_it() -> None:
     assert (again.exit_code, again.json["ok"]) == (1, 10)
     assert "loading model" not in again.stderr  # it is said before that takes minutes
 
-    more = run("--set", f"run.max_completion_tokens={20 * TOKENS}")
+    more = run("--set", f"budget.max_completion_tokens={20 * TOKENS}")
     assert (more.exit_code, more.json["ok"]) == (1, 20)
-    assert "run.max_completion_tokens = 120, 60 left" in more.stderr
-    rest = run("--set", "run.max_completion_tokens=100_000")
+    assert "budget.max_completion_tokens = 120, 60 left" in more.stderr
+    rest = run("--set", "budget.max_completion_tokens=100_000")
     assert (rest.exit_code, rest.json["ok"], rest.json["stopped_by"]) == (0, 30, None)
 
 
@@ -63,15 +64,18 @@ def test_tokens_are_a_budget_of_the_run_and_a_larger_one_continues_it() -> None:
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
-        ({"max_seconds": 1}, "stopping at run.max_seconds = 1: up to 10 s for 12 rows in flight"),
+        (
+            {"max_seconds": 1},
+            "stopping at budget.max_seconds = 1: up to 10 s for 12 rows in flight",
+        ),
         (
             {"max_price": 1, "price_per_gpu_hour": 3600},
-            "stopping at run.max_price = 1: waiting for 12 rows in flight",
+            "stopping at budget.max_price = 1: waiting for 12 rows in flight",
         ),
     ],
 )
 def test_rows_in_flight_are_paid_for_and_finished(budget: dict[str, Any], said: str) -> None:
-    prepare(40, engine={"options": {"latency_s": 1.2}}, run={"max_in_flight": 12} | budget)
+    prepare(40, engine={"options": {"latency_s": 1.2}}, run={"max_in_flight": 12}, budget=budget)
     found = run()
     assert found.exit_code == 1
     assert settled() == dict.fromkeys(range(12), "ok")
@@ -84,8 +88,8 @@ def test_a_budget_that_is_used_up_before_the_end_of_the_input_is_seen_stops_noth
     rows[0]["pad"] = "x" * 15_000_000
     write_jsonl(Path("in.jsonl"), rows)
     write_job(
-        run={**ONE_AT_A_TIME, "look_ahead": 0, "render_threads": 1, "check_rows": 0}
-        | {"max_completion_tokens": 17 * TOKENS}
+        run={**ONE_AT_A_TIME, "look_ahead": 0, "render_threads": 1, "check_rows": 0},
+        budget={"max_completion_tokens": 17 * TOKENS},
     )
     found = run()
     assert (found.exit_code, found.json["ok"], found.json["stopped_by"]) == (0, 17, None)
@@ -106,7 +110,8 @@ def test_tokens_of_attempts_that_were_not_the_last_are_paid_for() -> None:
             3,
             output={"parse": "json"},
             retry={"reask": 2, "reask_note": "JSON, please."},
-            run=ONE_AT_A_TIME | {"max_completion_tokens": 16, "price_per_million_tokens": [1e6, 0]},
+            run=ONE_AT_A_TIME,
+            budget={"max_completion_tokens": 16, "price_per_million_tokens": [1e6, 0]},
         )
         found = run()
         assert (found.exit_code, found.json["ok"]) == (1, 2), found.stderr
@@ -117,8 +122,8 @@ def test_tokens_of_attempts_that_were_not_the_last_are_paid_for() -> None:
         ]
         assert status()["completion_tokens"] == 16
         assert (
-            "run.max_completion_tokens = 20, 4 left"
-            in (rest := run("--set", "run.max_completion_tokens=20")).stderr
+            "budget.max_completion_tokens = 20, 4 left"
+            in (rest := run("--set", "budget.max_completion_tokens=20")).stderr
         )
         assert (rest.json["ok"], rest.json["stopped_by"]) == (3, None)
         assert verify() | {"checkpoint_matches": True, "torn_bytes": 0} == verify()
@@ -126,12 +131,14 @@ def test_tokens_of_attempts_that_were_not_the_last_are_paid_for() -> None:
 
 @pytest.mark.slow
 def test_seconds_are_a_budget_of_each_start() -> None:
-    prepare(200, engine={"options": {"latency_s": 0.05}}, run=ONE_AT_A_TIME | {"max_seconds": 2})
+    prepare(
+        200, engine={"options": {"latency_s": 0.05}}, run=ONE_AT_A_TIME, budget={"max_seconds": 2}
+    )
     done = 0
     for _ in range(2):
         found = run()
-        assert (found.exit_code, found.json["stopped_by"]) == (1, "run.max_seconds = 2")
-        assert "run.max_seconds = 2 for this start" in found.stderr
+        assert (found.exit_code, found.json["stopped_by"]) == (1, "budget.max_seconds = 2")
+        assert "budget.max_seconds = 2 for this start" in found.stderr
         assert "the same command continues" in found.stderr
         assert done < found.json["ok"] < 200
         done = found.json["ok"]
@@ -140,12 +147,12 @@ def test_seconds_are_a_budget_of_each_start() -> None:
 
 def test_price_of_tokens_is_that_of_all_starts() -> None:
     prices = {"price_per_million_tokens": [1.0, 500_000.0], "max_price": 15.0}
-    prepare(30, run=ONE_AT_A_TIME | prices)  # 3 a row, and 0.000003 for its prompt
+    prepare(30, run=ONE_AT_A_TIME, budget=prices)  # 3 a row, and 0.000003 for its prompt
     found = run()
     assert (found.exit_code, found.json["ok"], found.json["price"]) == (1, 5, 15.000015)
-    assert "run.max_price = 15, 15 left" in found.stderr
+    assert "budget.max_price = 15, 15 left" in found.stderr
     assert "price so far: 15" in found.stderr
-    more = run("--set", "run.max_price=30")
+    more = run("--set", "budget.max_price=30")
     assert (more.json["ok"], more.json["price"]) == (10, 30.00003)
 
 
@@ -154,10 +161,11 @@ def test_price_of_gpus_is_that_of_all_starts() -> None:
     prepare(
         200,
         engine={"options": {"latency_s": 0.05, "max_num_seqs": 2}},
-        run=ONE_AT_A_TIME | {"price_per_gpu_hour": 3600.0, "max_price": 0.6},
+        run=ONE_AT_A_TIME,
+        budget={"price_per_gpu_hour": 3600.0, "max_price": 0.6},
     )
     found = run()
-    assert (found.exit_code, found.json["stopped_by"]) == (1, "run.max_price = 0.6")
+    assert (found.exit_code, found.json["stopped_by"]) == (1, "budget.max_price = 0.6")
     assert 0.6 <= found.json["price"] < 5
     assert 0.6 <= manifest()["starts"][-1]["gpu_seconds"] < 5
     assert "loading model" not in run().stderr
@@ -168,21 +176,21 @@ def test_price_of_gpus_is_that_of_all_starts() -> None:
     [
         ({}, 1),
         ({"engine": {"options": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}}}, 8),
-        ({"engine": {"options": {"tensor_parallel_size": 2}}, "run": {"workers": 3}}, 6),
-        ({"run": {"workers": 4, "worker_gpus": 0.5}}, 2),
+        ({"engine": {"options": {"tensor_parallel_size": 2}}, "workers": {"count": 3}}, 6),
+        ({"workers": {"count": 4, "gpus": 0.5}}, 2),
     ],
 )
 def test_each_gpu_of_the_job_is_paid_for(tables: dict[str, Any], gpus: float) -> None:
     engine = {"kind": "vllm", "model": "m"} | tables.get("engine", {})
-    made = job(engine=engine, run=tables.get("run", {}) | {"price_per_gpu_hour": 2.0})
-    assert made.run.price_of(Usage(0, 0), 1800.0 + made.gpus * 3600.0) == 2.0 * (0.5 + gpus)
+    made = job(**tables | {"engine": engine, "budget": {"price_per_gpu_hour": 2.0}})
+    assert made.budget.price_of(Usage(0, 0), 1800.0 + made.gpus * 3600.0) == 2.0 * (0.5 + gpus)
 
 
 def test_retry_has_the_budget_of_the_run() -> None:
     write_jsonl(Path("in.jsonl"), [{"other": 1}] * 6 + [{"q": "x"}] * 6)
     write_job(run={"check_rows": 0})
     assert run().exit_code == 3
-    retry, key = ["retry-failed", str(RUN)], "run.max_completion_tokens"
+    retry, key = ["retry-failed", str(RUN)], "budget.max_completion_tokens"
     found = batchkit(*retry, "--set", f"{key}={6 * TOKENS}")
     assert found.exit_code == 1
     assert f"6 failed rows are left; to continue, raise it: --set {key}=…" in found.stderr
@@ -192,7 +200,7 @@ def test_retry_has_the_budget_of_the_run() -> None:
 
 
 def test_a_price_that_is_not_known_is_refused() -> None:
-    prepare(3, run={"max_price": 5})
+    prepare(3, budget={"max_price": 5})
     found = run()
     assert found.exit_code == 2
     assert (

@@ -62,7 +62,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, text_model: Path) -> list[str
 @pytest.fixture
 def two(ray_head: RayHead) -> list[str]:
     """Settings for two workers."""
-    return ["run.workers=2", f"run.ray_address={ray_head.address}", "run.worker_gpus=0"]
+    return ["workers.count=2", f"workers.ray_address={ray_head.address}", "workers.gpus=0"]
 
 
 def lose_a_worker(ray_head: RayHead, held: ExitStack) -> Callable[[], None]:
@@ -103,7 +103,7 @@ def test_a_worker_or_a_node_that_is_gone_costs_nothing_but_a_second_run_of_its_r
         held.callback(killed.set)
         # A worker has a place where another one has all CPUs only on another node.
         cpus = CPUS if state else CPUS // 2
-        settings = [*two, f"run.worker_cpus={cpus}", *at(server, max_num_seqs=8)]
+        settings = [*two, f"workers.cpus={cpus}", *at(server, max_num_seqs=8)]
         with running(tmp_path, tmp_path, rows, {}, settings, job=ASKS) as process:
             while server.inside < 16:  # eight of each worker
                 assert process.poll() is None
@@ -344,8 +344,8 @@ def test_workers_have_several_engines(
     with serving() as one, serving() as judge:
         if is_together:
             places = [f"engine.base_url={one.url}", f"engines.judge.base_url={judge.url}"]
-        else:  # worker_gpus = 0 would say that two models fit
-            settings = [setting for setting in settings if "worker_gpus" not in setting]
+        else:  # workers.gpus = 0 would say that two models fit
+            settings = [setting for setting in settings if "workers.gpus" not in setting]
             places = [f"{name}.server.command={SERVER}" for name in ("engine", "engines.judge")]
         ended = start(tmp_path, tmp_path, rows, {}, [*settings, *places], job=TWO_ENGINES_JOB)
     assert ended.exit == 0, ended.stderr
@@ -386,7 +386,7 @@ def test_a_function_that_a_worker_finds_otherwise_stops_the_run(
     (tmp_path / "solver.py").write_text(code)
     job = ROLLOUT_JOB.replace("FUNCTION", function)
     with serving() as server:
-        settings = [*settings, "run.workers=1", f"engine.base_url={server.url}"]
+        settings = [*settings, "workers.count=1", f"engine.base_url={server.url}"]
         with running(tmp_path, tmp_path, question_rows({}), {}, settings, job=job) as process:
             _, stderr = process.communicate(timeout=120)
     assert process.returncode == exit_code

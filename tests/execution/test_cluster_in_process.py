@@ -56,7 +56,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_here: Any) 
 
 
 def job(**tables: Any) -> JobConfig:
-    tables["run"] = {"workers": 2, **tables.get("run", {})}
+    tables["workers"] = {"count": 2, **tables.get("workers", {})}
     return JobConfig.model_validate({"engine": {"kind": "dry-run"}, **tables})
 
 
@@ -71,7 +71,7 @@ def newest(folder: Path) -> list[dict[str, Any]]:
 def test_vectors_of_workers_are_those_of_one_machine(in_a_folder: Path, ray_here: Any) -> None:
     tables = {"task": "embed", "pooling": {"dimensions": 64}, "output": {"vector_dtype": "float16"}}
     rows = [f"cup {n}" for n in range(3000)]
-    here = process(job(**tables, name="here", run={"workers": None}), rows).to_arrow()
+    here = process(job(**tables, name="here", workers={"count": None}), rows).to_arrow()
     there = process(job(**tables, name="there"), rows).to_arrow()
     assert there["embedding"].null_count == 0
     assert there["embedding"].equals(here["embedding"])
@@ -79,10 +79,12 @@ def test_vectors_of_workers_are_those_of_one_machine(in_a_folder: Path, ray_here
 
 
 def test_workers_stop_at_a_budget(in_a_folder: Path) -> None:
-    budget = {"max_in_flight": 2, "max_completion_tokens": 120}
+    budget = {"max_completion_tokens": 120}
     slow = {"kind": "dry-run", "options": {"latency_s": 0.02}}
-    found = process(job(engine=slow, run=budget), [f"q{n}" for n in range(400)])
-    assert (found.exit, found.stopped_by) == (1, "run.max_completion_tokens = 120")
+    found = process(
+        job(engine=slow, run={"max_in_flight": 2}, budget=budget), [f"q{n}" for n in range(400)]
+    )
+    assert (found.exit, found.stopped_by) == (1, "budget.max_completion_tokens = 120")
     assert 20 <= found.ok < 400
 
 
@@ -91,7 +93,7 @@ def test_each_worker_has_gpus_of_its_own(
     share: float, each: int, of_all: int, ray_here: Any
 ) -> None:
     """Which of them is Ray's choice: it may still hold those of a test before."""
-    made = job(run={"worker_gpus": share})
+    made = job(workers={"gpus": share})
     hire = ray_here.remote(Actor).options(**needs(made))
     actors = [hire.remote(number, Start.of(made).for_workers(), [""], {}) for number in range(2)]
     reports = ray_here.get([actor.exchange.remote([], True, 0) for actor in actors])
@@ -125,9 +127,9 @@ def test_images_are_opened_and_answers_scored_by_the_workers(in_a_folder: Path) 
     found, missing = by_workers = newest(in_a_folder)
     assert found["scores"]["f1"] > 0
     assert missing["error"]["kind"] == "media"
-    ProductionBatchProcessor(job(**tables, run={"workers": None}), quiet=True, fresh=True).process(
-        rows
-    )
+    ProductionBatchProcessor(
+        job(**tables, workers={"count": None}), quiet=True, fresh=True
+    ).process(rows)
     for one, other in zip(by_workers, newest(in_a_folder), strict=True):
         for name in ("status", "prediction", "scores", "fields", "error"):
             assert one[name] == other[name]
@@ -179,7 +181,7 @@ def test_what_stops_a_run_leaves_what_is_done(
 
 def test_failed_rows_are_retried_by_the_workers(in_a_folder: Path) -> None:
     write_jsonl(in_a_folder / "rows.jsonl", [{"q": "a"}, {"other": "b"}, {"q": "c"}])
-    made = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q }}"}, run={"workers": None})
+    made = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q }}"}, workers={"count": None})
     assert process(made).failed == 1
     recovered = job(input={"path": "rows.jsonl"}, prompt={"user": "{{ q | default('x') }}"})
     options = StartOptions(begun_with=made, attempts={1: 1}, quiet=True)
@@ -195,7 +197,7 @@ def test_a_worker_whose_engine_can_not_start_leaves_its_place_to_the_next_until_
         wrong = server.url.removesuffix("/v1")
         engine = {"kind": "openai-server", "model": "m", "base_url": wrong}
         with pytest.raises(EngineError, match=r"all 2 workers failed.* ends in /v1"):
-            process(job(engine=engine, run={"worker_cpus": CPUS - 1}), ["a"])  # a place for one
+            process(job(engine=engine, workers={"cpus": CPUS - 1}), ["a"])  # a place for one
 
 
 class Due:
@@ -225,7 +227,7 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(
     dead, late, server = threading.Event(), threading.Event(), ChatServer(before)
     options = {"give_up_s": 0.5, "max_num_seqs": 4}
     engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url, "options": options}
-    made = job(engine=engine, prompt={"user": "{{ q }}"}, run={"workers": 1})
+    made = job(engine=engine, prompt={"user": "{{ q }}"}, workers={"count": 1})
     opening = Opening(lambda event: None, KeptEngine(in_a_folder / "engine.log"))
     pool = RayPool(Start.of(made), Due("now", "late", "hang"), [""], opening)
     answered: list[int] = []
@@ -263,7 +265,7 @@ def test_a_worker_that_dies_before_its_first_answer_is_given_up(
         if isinstance(event, EngineLine):
             heard.append(event.text)
 
-    made = job(run={"workers": 1, "max_engine_restarts": 1})
+    made = job(workers={"count": 1}, run={"max_engine_restarts": 1})
     references: Any = Deadly()
     start = replace(Start.of(made), references=references)
     opening = Opening(hear, KeptEngine(tmp_path / "engine.log"))
@@ -290,6 +292,6 @@ def test_without_ray_it_is_said_how_to_get_it(
     monkeypatch.setitem(sys.modules, "ray", None)
     remedy = re.escape(how_to_install("ray"))
     with pytest.raises(
-        JobError, match=f"run.workers: ray is not installed in this Python: {remedy}"
+        JobError, match=f"workers.count: ray is not installed in this Python: {remedy}"
     ):
         process(job(), ["a"])

@@ -64,14 +64,14 @@ def test_a_run_that_is_killed_over_two_workers_goes_on_from_its_ledger_over_thre
     tmp_path: Path, ray_head: RayHead
 ) -> None:
     rows = question_rows({})
-    with running(tmp_path, tmp_path, rows, {}, ["run.workers=2"], job=DRY_RUN) as process:
+    with running(tmp_path, tmp_path, rows, {}, ["workers.count=2"], job=DRY_RUN) as process:
         driver = psutil.Process(process.pid)
         until(lambda: len(actors_below(driver)) == 2)  # each begins when Ray gets to it
         wait_for_records(tmp_path, 4)
         workers = actors_below(driver)
         process.kill()
     n_before = (tmp_path / "output/faulty" / RESULTS).read_bytes().count(b"\n")
-    settings = ["run.workers=3", f"run.ray_address={ray_head.address}"]
+    settings = ["workers.count=3", f"workers.ray_address={ray_head.address}"]
     with running(tmp_path, tmp_path, rows, {}, settings, job=DRY_RUN) as process:
         ended = ended_in(tmp_path, process)
     texts = [f"dry-run: no model answered row {n}" for n in range(N_ROWS)]
@@ -131,7 +131,7 @@ def is_loopback(address: IPv4Address | IPv6Address) -> bool:
 
 
 def test_a_ray_whose_head_is_gone_ends_the_run_within_seconds(tmp_path: Path) -> None:
-    settings = ["run.workers=2", "engine.options={latency_s = 3.0, max_num_seqs = 1}"]
+    settings = ["workers.count=2", "engine.options={latency_s = 3.0, max_num_seqs = 1}"]
     rows = question_rows({})
     with running(tmp_path, tmp_path, rows, {}, settings, job=DRY_RUN) as process:
         wait_for_records(tmp_path, 2)
@@ -197,7 +197,7 @@ def test_ray_that_is_too_slow_to_start_is_one_message(
     ("arguments", "words"),
     [
         (["--ray-address", "127.0.0.1:9"], "can't join Ray at 127.0.0.1:9"),
-        (["--set", "run.worker_gpus=1"], "need 2 GPUs, 1 each; this machine has 0"),
+        (["--set", "workers.gpus=1"], "need 2 GPUs, 1 each; this machine has 0"),
         (["--workers", "0"], "--workers"),
     ],
 )
@@ -215,7 +215,7 @@ def test_many_rows_over_four_workers_take_no_more_of_the_drivers_memory_than_few
     """Counting: the dry-run engine answers at once."""
     n_rows = 50_000
     write_jsonl(Path("rows.jsonl"), ({"q": f"what about {n}?"} for n in range(n_rows)))
-    settings = ["--set", 'name="faulty"', "--set", "run.workers=4"]
+    settings = ["--set", 'name="faulty"', "--set", "workers.count=4"]
     with begin(*one_row, *settings, cwd=tmp_path, start=subprocess.Popen) as process:
         wait_for_records(tmp_path, n_rows // 10)
         few = many = peak_mib(process.pid)

@@ -81,13 +81,13 @@ def test_no_rows_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     [
         {"task": "classify"},
         {"rollout": {"function": "solve.py:solve"}},
-        {"run": {"workers": 2}},
+        {"workers": {"count": 2}},
     ],
     ids=str,
 )
 def test_sampling_is_not_adjusted_where_no_function_could_do_that(tables: dict[str, Any]) -> None:
     with pytest.raises(
-        JobError, match=r"adjust_sampling can.t be used with (task|a rollout|run\.workers)"
+        JobError, match=r"adjust_sampling can.t be used with (task|a rollout|workers\.count)"
     ):
         ProductionBatchProcessor(JobConfig(engine=DRY, **tables), adjust_sampling=dict)
 

@@ -266,7 +266,7 @@ def test_the_commands_read_the_run_of_a_function_from_python() -> None:
     ("function", "tables", "message"),
     [
         (len, {}, r"rollout: found <built-in function len>, expected a function `async def"),
-        (solve_once, {"run": {"workers": 2}}, "a function can't be sent to workers on Ray"),
+        (solve_once, {"workers": {"count": 2}}, "a function can't be sent to workers on Ray"),
         (
             solve_once,
             {"steps": [{"name": "a", "prompt": {"user": "b"}}]},

@@ -209,10 +209,14 @@ def test_the_command_gets_the_last_line_of_the_run() -> None:
 
 
 def test_it_is_told_of_a_stop_and_of_failed_rows() -> None:
-    prepare(6, run={"on_end": KEEP, "max_in_flight": 1, "max_completion_tokens": 6})
+    prepare(6, run={"on_end": KEEP, "max_in_flight": 1}, budget={"max_completion_tokens": 6})
     assert run().exit_code == 1
     told = heard()
-    assert (told["exit"], told["ok"], told["stopped_by"]) == (1, 1, "run.max_completion_tokens = 6")
+    assert (told["exit"], told["ok"], told["stopped_by"]) == (
+        1,
+        1,
+        "budget.max_completion_tokens = 6",
+    )
     rows_that_fail(6, every=3)
     write_job(run={"on_end": ["tee", "heard.json"]})
     assert run("--fresh").exit_code == 3

@@ -165,12 +165,12 @@ def test_a_retry_gives_engines_their_turns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokens", [80, 150, 200], ids=["in a turn", "at its end", "in the next"])
 def test_a_budget_ends_a_turn_and_a_start_without_it_goes_on(tokens: int) -> None:
     """Each draft has 5 tokens: all of them 150."""
-    write(run={"max_completion_tokens": tokens, "max_in_flight": 2})
+    write(run={"max_in_flight": 2}, budget={"max_completion_tokens": tokens})
     ended = run()
     assert ended.exit_code == 1, ended.stderr
-    assert json.loads(ended.stdout)["stopped_by"] == f"run.max_completion_tokens = {tokens}"
+    assert json.loads(ended.stdout)["stopped_by"] == f"budget.max_completion_tokens = {tokens}"
     assert len(generations()) < 50
-    assert_finishes("--set", "run.max_completion_tokens=10000")
+    assert_finishes("--set", "budget.max_completion_tokens=10000")
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ async def solve(row, generate):
 
 
 def test_a_function_that_asks_two_engines_side_by_side_gets_a_turn_of_each() -> None:
-    write(SIDE_BY_SIDE, engine=own(f"{COMMAND} --latency-s 0.1"), run={"max_seconds": 30})
+    write(SIDE_BY_SIDE, engine=own(f"{COMMAND} --latency-s 0.1"), budget={"max_seconds": 30})
     ended = run()
     assert ended.exit_code == 0, ended.stderr
     asked = "0 images, asked: "
@@ -271,7 +271,7 @@ async def solve(row, generate):
 
 
 def test_a_failure_that_a_retried_function_catches_is_not_asked_again_in_each_turn() -> None:
-    write(CATCHES, run={"max_seconds": 60, "check_rows": 0})
+    write(CATCHES, run={"check_rows": 0}, budget={"max_seconds": 60})
     assert run().exit_code == 3
     Path("fixed").touch()
     again = batchkit("retry-failed", "job.toml")
@@ -301,9 +301,9 @@ def test_a_function_that_is_edited_between_two_turns_stops_the_run() -> None:
     assert {line["step"] for line in generations()} == {"draft"}
 
 
-def grouped(run: dict[str, Any], engine: dict[str, Any], judge: dict[str, Any]) -> JobConfig:
+def grouped(workers: dict[str, Any], engine: dict[str, Any], judge: dict[str, Any]) -> JobConfig:
     tables = {"engine": engine, "engines": {"judge": judge}, "steps": [DRAFT, JUDGE]}
-    return make_job({**tables, "run": run}, "the test")
+    return make_job({**tables, "workers": workers}, "the test")
 
 
 VLLM = {"model": "m"}
@@ -312,24 +312,24 @@ SERVER = {"kind": "openai-server", "model": "m", "base_url": "http://localhost:1
 
 
 @pytest.mark.parametrize(
-    ("run", "engine", "judge", "groups", "devices"),
+    ("workers", "engine", "judge", "groups", "devices"),
     [
         ({}, VLLM, SERVER, [["", "judge"]], {}),
         ({}, VLLM, {"kind": "dry-run"}, [["", "judge"]], {}),
         ({}, VLLM, VLLM, [[""], ["judge"]], {}),
-        ({"worker_gpus": 1}, VLLM, VLLM, [[""], ["judge"]], {}),
-        ({"worker_gpus": 2}, VLLM, VLLM, [["", "judge"]], {"": "4", "judge": "5"}),
-        ({"worker_gpus": 2}, VLLM, ON_TWO, [[""], ["judge"]], {}),
-        ({"worker_gpus": 3}, VLLM, ON_TWO, [["", "judge"]], {"": "4", "judge": "5,6"}),
-        ({"worker_gpus": 0}, VLLM, VLLM, [["", "judge"]], {}),
-        ({"worker_gpus": 0}, VLLM, {**VLLM, "in_process": True}, [[""], ["judge"]], {}),
-        ({"worker_gpus": 2}, VLLM, OWN, [[""], ["judge"]], {}),
-        ({"worker_gpus": 0}, OWN, OWN, [["", "judge"]], {}),
+        ({"gpus": 1}, VLLM, VLLM, [[""], ["judge"]], {}),
+        ({"gpus": 2}, VLLM, VLLM, [["", "judge"]], {"": "4", "judge": "5"}),
+        ({"gpus": 2}, VLLM, ON_TWO, [[""], ["judge"]], {}),
+        ({"gpus": 3}, VLLM, ON_TWO, [["", "judge"]], {"": "4", "judge": "5,6"}),
+        ({"gpus": 0}, VLLM, VLLM, [["", "judge"]], {}),
+        ({"gpus": 0}, VLLM, {**VLLM, "in_process": True}, [[""], ["judge"]], {}),
+        ({"gpus": 2}, VLLM, OWN, [[""], ["judge"]], {}),
+        ({"gpus": 0}, OWN, OWN, [["", "judge"]], {}),
     ],
     ids=str,
 )
 def test_engines_are_loaded_together_if_they_fit(
-    run: dict[str, Any],
+    workers: dict[str, Any],
     engine: dict[str, Any],
     judge: dict[str, Any],
     groups: list[list[str]],
@@ -337,7 +337,7 @@ def test_engines_are_loaded_together_if_they_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    found = grouping_of(grouped(run, engine, judge))
+    found = grouping_of(grouped(workers, engine, judge))
     assert list(map(list, found.groups)) == groups
     visible = {name: its["CUDA_VISIBLE_DEVICES"] for name, its in found.environments.items()}
     assert visible == devices
@@ -404,7 +404,7 @@ def test_two_models_have_their_turns_through_a_kill_and_answer_as_they_do_togeth
     assert "vllm" in manifest["starts"][-1]["engines"]["judge"]
     assert (RUN / "engine.judge.log").exists()
 
-    fits = ["--set", "name=together", "--set", "run.worker_gpus=0"]
+    fits = ["--set", "name=together", "--set", "workers.gpus=0"]
     together = own_process.batchkit("run", "job.toml", *fits, cwd=tmp_path, start=Fork)
     assert together.returncode == 0, together.stderr
     assert "engines are loaded together" in together.stderr

@@ -294,16 +294,16 @@ def test_a_budget_counts_the_generations_of_open_rows_once_over_all_starts(
 
     def upto(count: int) -> Any:
         tables = {} if solve else {"steps": THREE}
-        budget = {"max_in_flight": 1, "max_completion_tokens": count * tokens}
-        write(solve, ROWS, run=budget, **tables)
+        budget = {"max_completion_tokens": count * tokens}
+        write(solve, ROWS, run={"max_in_flight": 1}, budget=budget, **tables)
         return run()
 
-    assert upto(10).json["stopped_by"] == "run.max_completion_tokens = 60"
+    assert upto(10).json["stopped_by"] == "budget.max_completion_tokens = 60"
     assert len(generations()) == 10
     again = upto(10)
     assert (again.exit_code, "loading model" in again.stderr) == (1, False)
     more = upto(16)
-    assert "run.max_completion_tokens = 96, 36 left" in more.stderr
+    assert "budget.max_completion_tokens = 96, 36 left" in more.stderr
     assert (len(generations()), status()["completion_tokens"]) == (16, 96)
     assert upto(1000).exit_code == 0
     assert_counts_each_once()

@@ -13,7 +13,7 @@ from tests.support.rows import write_jsonl
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 ONE_LINE = ("--model", "tea", "--prompt", "{{ q }}", "--set", "engine.kind=dry-run")
 
-CUT_SHORT = ("--set", "run.max_completion_tokens=1", "--set", "run.max_in_flight=1")
+CUT_SHORT = ("--set", "budget.max_completion_tokens=1", "--set", "run.max_in_flight=1")
 
 
 def test_runs_are_listed_with_their_state() -> None:

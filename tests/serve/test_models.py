@@ -56,7 +56,7 @@ def test_lines_name_an_adapter_as_their_model(tmp_path: Path, text_model: Path) 
         for seed, name in enumerate(("legal", "medical"))
     }
     engine = {"model": str(text_model), "options": TEXT_ONLY, "loras": adapters}
-    job = job_file(tmp_path, engine=engine, run={"price_per_gpu_hour": 3600})
+    job = job_file(tmp_path, engine=engine, budget={"price_per_gpu_hour": 3600})
     names = [text_model.name, *adapters]
     with serving(job, cwd=tmp_path, start=Fork) as served, served.client() as client:
         assert [model.id for model in client.models.list()] == [str(text_model), *names]

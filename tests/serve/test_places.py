@@ -12,10 +12,12 @@ from batchkit.serve.model_places import places_of
 from batchkit.serve.settings import ServedModel, Settings, by_name
 
 
-def model(name: str, *, gpus: int = 1, **run: Any) -> ServedModel:
-    options = {"tensor_parallel_size": gpus}
+def model(name: str, *, tensor_parallel_size: int = 1, **workers: Any) -> ServedModel:
+    options = {"tensor_parallel_size": tensor_parallel_size}
     return ServedModel(
-        JobConfig.model_validate({"engine": {"model": name, "options": options}, "run": run})
+        JobConfig.model_validate(
+            {"engine": {"model": name, "options": options}, "workers": workers}
+        )
     )
 
 
@@ -31,18 +33,18 @@ def elsewhere(name: str) -> ServedModel:
         ([model("a"), model("b")], "", [("ab", None)], "no GPU is visible"),
         ([model("a"), model("b")], "-1", [("ab", None)], "no GPU is visible"),
         ([model("a"), model("b")], "0", [("ab", None)], "need 2 GPUs, but there are 1"),
-        ([model("a", gpus=2), model("b")], "4,5,6", [("a", "4,5"), ("b", "6")], ""),
+        ([model("a", tensor_parallel_size=2), model("b")], "4,5,6", [("a", "4,5"), ("b", "6")], ""),
         ([model("a"), model("b")], "GPU-1,GPU-2", [("a", "GPU-1"), ("b", "GPU-2")], ""),
         ([model("a"), elsewhere("s"), model("b")], "0", [("s", None), ("ab", None)], "2 models"),
         ([elsewhere("s"), elsewhere("t")], "", [("s", None), ("t", None)], ""),
         (
-            [model("a", worker_gpus=0), model("b", worker_gpus=0)],
+            [model("a", gpus=0), model("b", gpus=0)],
             "0",
             [("a", None), ("b", None)],
             "",
         ),
-        ([model("a", worker_gpus=0), model("b")], "0", [("ab", None)], "there are 1"),
-        ([model("a", workers=2), model("b")], "0,1", [("ab", None)], "run.workers"),
+        ([model("a", gpus=0), model("b")], "0", [("ab", None)], "there are 1"),
+        ([model("a", count=2), model("b")], "0,1", [("ab", None)], "workers.count"),
     ],
 )
 def test_the_gpus_have_room_for_all_models_or_one_is_loaded_at_a_time(

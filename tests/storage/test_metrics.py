@@ -32,7 +32,7 @@ def log(folder: Path, said: list[str] | None = None, *, is_lost: bool = False) -
 @pytest.mark.slow
 def test_a_run_keeps_its_metrics_and_a_resume_adds_to_them() -> None:
     prepare(8, engine={"options": {"latency_s": 1.2}}, run={"max_in_flight": 4})
-    assert run("--set", "run.max_completion_tokens=1").exit_code == 1
+    assert run("--set", "budget.max_completion_tokens=1").exit_code == 1
     first = read_metrics(RUN)
     assert {line.start for line in first} == {1}
     assert (first[-1].rows_ok, first[-1].rows_total, first[-1].in_flight) == (4, 8, 0)

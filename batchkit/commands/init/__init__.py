@@ -5,10 +5,12 @@ The templates are in this folder, named by kind. The first line of each describe
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from batchkit.config.job_schema import SCHEMA, job_schema
 from batchkit.config.suggest import did_you_mean
 from batchkit.errors import JobError
 
@@ -50,12 +52,23 @@ class Kinds(NamedTuple):
         return "\n".join(["`batchkit init KIND` writes KIND.toml:", *lines])
 
 
+class Schema:
+    """The JSON Schema of job files, with the plug-ins that are installed here."""
+
+    def to_json(self) -> dict[str, Any]:
+        return job_schema()
+
+    def to_text(self) -> str:
+        return json.dumps(job_schema(), indent=1, ensure_ascii=False)
+
+
 def kinds() -> Kinds:
     return Kinds({kind: _text(kind).partition("\n")[0].removeprefix("# ") for kind in KINDS})
 
 
 def init(kind: str, path: Path | None = None) -> Written:
-    """Write a job file of ``kind`` to ``path`` (default ``<kind>.toml``). The job is named after the file.
+    """Write a job file of ``kind`` to ``path`` (default ``<kind>.toml``). The job is named after the file. The first
+    line refers editors to the schema in this package.
 
     Raises:
         JobError: The kind is unknown, the file exists, or it can't be written.
@@ -71,7 +84,7 @@ def init(kind: str, path: Path | None = None) -> Written:
         text = text.replace(f"output/{kind}\n", f"output/{path.stem}\n")
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+            file.write(f"#:schema {SCHEMA.as_uri()}\n{text}")
     except FileExistsError:
         raise JobError(
             f"{path}: exists already; give another file: batchkit init {kind} FILE"

@@ -118,24 +118,26 @@ def _sampled_indexes(lengths: Lengths, rows: int | None, seed: int) -> list[int]
 def _figures(
     job: JobConfig, lengths: Lengths, sample: Sample, starts_before: int
 ) -> dict[str, Any]:
-    folder, run = job.folder, job.run
+    folder, budget = job.folder, job.budget
     starts = read_manifest(folder).starts if is_run(folder) else []
     done = counts_of(folder).tokens if is_run(folder) else Usage(0, 0)
     left = lengths.left - len(sample.rows)
     running = min(sample.running, rows_in_kv_cache(folder, starts_before) or sample.running)
-    per_gpu_s = job.gpus * (run.price_per_gpu_hour or 0.0) / _HOUR_S
+    per_gpu_s = job.gpus * (budget.price_per_gpu_hour or 0.0) / _HOUR_S
     rest = Rest()
     if sample.waves:
-        of_prompts, of_answers = run.price_per_million_tokens or (0.0, 0.0)
-        engines = EngineCount(run.workers or 1, running, job.engine.kind == "transformers")
+        of_prompts, of_answers = budget.price_per_million_tokens or (0.0, 0.0)
+        engines = EngineCount(job.workers.count or 1, running, job.engine.kind == "transformers")
         prices = Prices(of_prompts / 1e6, of_answers / 1e6, per_gpu_s)
-        rest = rest_of(lengths, sample, engines, prices, run.seed)
+        rest = rest_of(lengths, sample, engines, prices, job.run.seed)
     load_s = sample.load_s if left else 0.0
     earlier_s = sum(start.gpu_seconds for start in starts)
-    so_far = run.price_of(done, earlier_s)
+    so_far = budget.price_of(done, earlier_s)
     gpu_hours = rest.seconds.plus(load_s).plus(earlier_s / _HOUR_S, job.gpus / _HOUR_S)
     # Workers on Ray may have GPUs that this machine lacks.
-    has_gpus = run.workers is not None or run.price_per_gpu_hour is not None or bool(gpus())
+    has_gpus = (
+        job.workers.count is not None or budget.price_per_gpu_hour is not None or bool(gpus())
+    )
     is_elsewhere = any(job.with_engine(name).engine.base_url for name in job.engine_names)
     price = None if so_far is None else rest.price.plus(so_far + load_s * per_gpu_s)
     return {

@@ -2,7 +2,7 @@
 
 They run on one engine in waves of different concurrency: a few rows to warm the engine up, some rows in a small window,
 and the others in the largest window that they fill. ``throughput.py`` learns from the waves how concurrency changes
-speed. With ``run.workers`` there is one wave on one worker.
+speed. With ``workers.count`` there is one wave on one worker.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) 
             kept.
     """
     with scratch_folder("plan") as folder, closing(KeptEngine(folder / LOG)) as kept:
-        if job.run.workers is not None:
+        if job.workers.count is not None:
             running = _running(job, kept)
             wave, ended = _answered(job, source, rows, running, None)
             return Sample([wave], ended.load_seconds, running)
@@ -125,8 +125,12 @@ def _answered(
     job: JobConfig, source: Input, rows: Sequence[int], window: int, kept: KeptEngine | None
 ) -> tuple[Wave, RunSummary]:
     workers = None if kept is not None else 1
-    update = {"sample": None, "max_in_flight": window, "workers": workers}
-    of_wave = job.model_copy(update={"run": job.run.model_copy(update=update)})
+    of_wave = job.model_copy(
+        update={
+            "run": job.run.model_copy(update={"sample": None, "max_in_flight": window}),
+            "workers": job.workers.model_copy(update={"count": workers}),
+        }
+    )
     log, steps = job.folder / RESULTS, job.folder / STEPS
     before, steps_before = (its.stat().st_size if its.exists() else 0 for its in (log, steps))
     options = StartOptions(begun_with=job, command="plan", attempts=dict.fromkeys(rows, 0))

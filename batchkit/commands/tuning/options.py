@@ -26,21 +26,24 @@ KEY = f"{_TABLE}.{SIZE}"
 
 
 def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
-    """Return the job with these options added, and without ``run.workers`` unless ``options`` set it.
+    """Return the job with these options added, and without ``workers.count`` unless ``options`` set it.
 
     The engine of the returned job does not reduce its batch when memory runs out, because a trial measures one fixed
     size.
     """
-    of_run = {"workers": None} | {
-        name.partition(".")[2]: value for name, value in options.items() if "." in name
-    }
+    of_tables: dict[str, dict[str, Any]] = {"run": {}, "workers": {"count": None}}
+    for name, value in options.items():
+        table, _, key = name.rpartition(".")
+        if table:
+            of_tables[table][key] = value
     options = job.engine.options | {n: value for n, value in options.items() if "." not in n}
     if job.engine.kind == "transformers":
         options["shrink_on_oom"] = False
     return job.model_copy(
         update={
             "engine": job.engine.model_copy(update={"options": options}),
-            "run": job.run.model_copy(update=of_run),
+            "run": job.run.model_copy(update=of_tables["run"]),
+            "workers": job.workers.model_copy(update=of_tables["workers"]),
         }
     )
 
@@ -131,7 +134,7 @@ _ONLY_FOR: Mapping[str, str] = {
 }
 """Options that are tried only if they help against the bottleneck of the fastest options so far."""
 _OF_RUN = ("render_threads", "look_ahead")
-_GPUS = ("run.workers", "tensor_parallel_size")
+_GPUS = ("workers.count", "tensor_parallel_size")
 _FIRST_FOR: Mapping[str, str] = {
     "max_num_batched_tokens": "prefill",
     "enable_prefix_caching": "prefill",
@@ -204,13 +207,13 @@ def _of_gpus(job: JobConfig) -> Iterator[OptionChoice]:
     n_gpus = visible_gpus() if job.engine.kind == "vllm" else 0
     across = job.engine.options.get("tensor_parallel_size", 1)
     across *= job.engine.options.get("pipeline_parallel_size", 1)
-    if job.run.workers is None and n_gpus // across > 1:
-        yield OptionChoice("run.workers", others=[{"run.workers": n_gpus // across}])
-    if across > 1 or job.run.workers is not None:
+    if job.workers.count is None and n_gpus // across > 1:
+        yield OptionChoice("workers.count", others=[{"workers.count": n_gpus // across}])
+    if across > 1 or job.workers.count is not None:
         return
     groups = [2**n for n in range(1, 8) if 2**n <= n_gpus]
     others = [
-        {"tensor_parallel_size": n, "run.workers": n_gpus // n if n_gpus > n else None}
+        {"tensor_parallel_size": n, "workers.count": n_gpus // n if n_gpus > n else None}
         for n in groups
     ]
     if others:

@@ -26,7 +26,13 @@ from batchkit.commands.tuning.options import (
 )
 from batchkit.commands.tuning.table import line_of
 from batchkit.config.numbers import number
-from batchkit.config.tables import JobConfig, OutputTable, SamplingTable, ScoringTable
+from batchkit.config.tables import (
+    BudgetTable,
+    JobConfig,
+    OutputTable,
+    SamplingTable,
+    ScoringTable,
+)
 from batchkit.engines.registry import changing_options, speed_options
 from batchkit.errors import JobError
 from batchkit.execution.start import StartOptions
@@ -144,7 +150,7 @@ class Tuned:
 
     def _serve(self) -> str:
         best = dict(self.best if self.is_gain else {})
-        if (workers := best.pop("run.workers", 1)) > 1:
+        if (workers := best.pop("workers.count", 1)) > 1:
             best["data_parallel_size"] = workers
         flags = (
             f"--{'no-' * (value is False)}{name.replace('_', '-')}"
@@ -321,7 +327,7 @@ class _Search:
     def _measured(self, options: Options, least: float = 0.0) -> Tried:
         self._say(f"{words(options)}: starting an engine")
         job = with_options(self._found.job, options)
-        at_once = options.get(SIZE, self._size) * (job.run.workers or 1)
+        at_once = options.get(SIZE, self._size) * (job.workers.count or 1)
         trial = self._trials.run(job, at_once, self._seconds, least)
         tried = _tried(job, options, at_once, trial)
         self._known.keep(tried)
@@ -361,7 +367,8 @@ def _share_that_differs(job: JobConfig, options: Options, say: Say) -> float:
                 "sampling": SamplingTable(**{**sampling, "temperature": 0.0}),
                 "output": OutputTable(dir=str(folder)),
                 "scoring": ScoringTable(),
-                "run": job.run.of_part(workers=None, max_seconds=None, max_completion_tokens=None),
+                "run": job.run.of_part(),
+                "budget": BudgetTable(),
             }
         )
         folders = []
@@ -382,7 +389,7 @@ def _tried(job: JobConfig, options: Options, at_once: int, trial: Trial) -> Trie
     rate, low, high = (float(f"{rate:.6g}") for rate in (found.rows_per_s, *found.interval))
     line = line_of(at_once, [trial])
     limit = bottleneck_of([line], line, with_images=bool(job.prompt.images))
-    running = None if trial.idle is None else round(trial.idle.running / (job.run.workers or 1))
+    running = None if trial.idle is None else round(trial.idle.running / (job.workers.count or 1))
     seconds = round(trial.seconds, 3)
     return Tried(dict(options), status, seconds, rate, low, high, *limit, running, trial.is_short)
 

@@ -14,7 +14,13 @@ from batchkit.config.tables.engine import (
 from batchkit.config.tables.input import InputTable
 from batchkit.config.tables.job import JobConfig
 from batchkit.config.tables.prompt import MediaTable, PromptTable
-from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
+from batchkit.config.tables.run import (
+    BudgetTable,
+    OutputTable,
+    RetryTable,
+    RunTable,
+    WorkersTable,
+)
 from batchkit.config.tables.scoring import (
     ScoringRule,
     ScoringTable,
@@ -35,6 +41,7 @@ __all__ = [
     "GENERATING",
     "OF_TOKENS",
     "WITH_VECTORS",
+    "BudgetTable",
     "EngineTable",
     "InputTable",
     "JobConfig",
@@ -52,4 +59,5 @@ __all__ = [
     "StepTable",
     "Table",
     "TaskName",
+    "WorkersTable",
 ]

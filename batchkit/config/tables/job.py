@@ -23,7 +23,13 @@ from batchkit.config.tables.engine import EngineTable, SamplingTable
 from batchkit.config.tables.input import InputTable
 from batchkit.config.tables.misfits import misfits, names_of_other_tools
 from batchkit.config.tables.prompt import MediaTable, PromptTable
-from batchkit.config.tables.run import OutputTable, RetryTable, RunTable
+from batchkit.config.tables.run import (
+    BudgetTable,
+    OutputTable,
+    RetryTable,
+    RunTable,
+    WorkersTable,
+)
 from batchkit.config.tables.scoring import ScoringTable
 from batchkit.config.tables.steps import RolloutTable, SelectTable, StepTable
 from batchkit.config.tables.task import (
@@ -71,6 +77,8 @@ class JobConfig(Table):
     pooling: PoolingTable = PoolingTable()
     speech: SpeechTable = SpeechTable()
     run: RunTable = RunTable()
+    workers: WorkersTable = WorkersTable()
+    budget: BudgetTable = BudgetTable()
     retry: RetryTable = RetryTable()
     output: OutputTable = OutputTable()
     scoring: Free[ScoringTable] = ScoringTable()
@@ -119,8 +127,8 @@ class JobConfig(Table):
     def gpus(self) -> float:
         """The number of GPUs that the run uses: GPUs per worker times workers."""
         of_engine = max(self.with_engine(name).engine_gpus for name in self.engine_names)
-        of_worker = self.run.worker_gpus
-        return (of_engine if of_worker is None else of_worker) * (self.run.workers or 1)
+        of_worker = self.workers.gpus
+        return (of_engine if of_worker is None else of_worker) * (self.workers.count or 1)
 
     @property
     def engine_gpus(self) -> int:

@@ -291,8 +291,8 @@ def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
     used |= {""} if job.prompt.lora is not None else set()
     for name in ("", *job.engines):
         place, engine = f"engines.{name}" if name else "engine", job.with_engine(name).engine
-        if job.run.price_per_gpu_hour is not None and engine.base_url is not None:
-            yield f"run.price_per_gpu_hour: {place} is a server; set run.price_per_million_tokens instead"
+        if job.budget.price_per_gpu_hour is not None and engine.base_url is not None:
+            yield f"budget.price_per_gpu_hour: {place} is a server; set budget.price_per_million_tokens instead"
         may_be_named = (
             not name and job.may_have_lines
         )  # a line of a batch file may name an adapter as its model

@@ -1,4 +1,4 @@
-"""The tables ``[run]``, ``[retry]`` and ``[output]``."""
+"""The tables ``[run]``, ``[workers]``, ``[budget]``, ``[retry]`` and ``[output]``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _InAndOut = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
 
 
 class RunTable(Table):
-    """How the run works: concurrency, limits, budgets and prices."""
+    """How the run works: concurrency, timeouts and checks."""
 
     max_in_flight: Free[Literal["auto"] | PositiveInt] = "auto"
     """Maximum number of requests submitted to the engine at a time. `auto` adapts it to the engine."""
@@ -59,37 +59,11 @@ class RunTable(Table):
     max_host_gb: Free[PositiveFloat | None] = None
     """Memory limit of the engine's process (or of the server that the run started), in GB. If it grows larger, it is
     restarted between rows. By default there is no limit."""
-    workers: Free[PositiveInt | None] = None
-    """Number of engines that run on Ray, each with its own GPUs. By default one engine runs, without Ray."""
-    ray_address: Free[str | None] = None
-    """Address of the Ray cluster, as `ray.init` takes it. The default is `RAY_ADDRESS`; if that is not set either,
-    batchkit starts Ray on this machine for the run."""
-    worker_gpus: Free[NonNegativeFloat | None] = None
-    """GPUs per worker; a fraction shares a GPU. The default is `tensor_parallel_size` × `pipeline_parallel_size`, or
-    0 if the cluster has no GPUs. It also applies without `workers`: if it covers the GPUs of all `[engines]`, they
-    are loaded together (docs/engines.md)."""
-    worker_cpus: Free[PositiveFloat | None] = None
-    """CPU cores and OpenMP threads per worker. The default is 1 with a GPU, otherwise an equal share of all cores."""
     seed: Identity[int] = 0
     """Seed of the engine and of `run.sample`."""
     sample: Free[PositiveInt | None] = None
     """Run only this number of rows, drawn at random from the input. Resuming without it runs the rest; resuming with a
     larger number adds rows."""
-    max_seconds: Free[PositiveFloat | None] = None
-    """Time budget of each start, in seconds, including loading. When it is used up, no new row starts, and running
-    rows get 10 more seconds. The exit code is 1; the same command resumes the run."""
-    max_completion_tokens: Free[PositiveInt | None] = None
-    """Token budget of the run across all starts. After this number of completion tokens no new row starts; rows
-    already running are finished. The exit code is 1; a larger budget resumes the run."""
-    max_price: Free[PositiveFloat | None] = None
-    """Price budget of the run across all starts, in the currency of the prices below. It ends the run in the same way
-    as `max_completion_tokens`."""
-    price_per_gpu_hour: Free[PositiveFloat | None] = None
-    """Price of one GPU for one hour, including loading. The number of GPUs is `tensor_parallel_size` ×
-    `pipeline_parallel_size`, or `run.worker_gpus`, times `run.workers`."""
-    price_per_million_tokens: Free[_InAndOut | None] = None
-    """Price of a million prompt tokens and of a million completion tokens, for example `[0.15, 0.60]`."""
-
     metrics_port: Free[int | None] = Field(None, ge=1, le=65535)
     """Port for Prometheus metrics at `http://127.0.0.1:PORT/metrics`. Needs the extra `metrics`. By default no port is
     opened."""
@@ -105,6 +79,47 @@ class RunTable(Table):
             words_of(command)
         return command
 
+    def of_part(self) -> RunTable:
+        """Return settings for a part of this run that has an engine of its own, for example a trial. A random sample,
+        hooks and the metrics port belong to the whole run and are left out."""
+        ours = ("sample", "metrics_port", "on_end")
+        return self.model_copy(update={"fail_on_error": False, **dict.fromkeys(ours)})
+
+
+class WorkersTable(Table):
+    """Several engines that Ray starts on GPUs of this machine or of a cluster (docs/scaling.md)."""
+
+    count: Free[PositiveInt | None] = None
+    """Number of engines that run on Ray, each with its own GPUs. By default one engine runs, without Ray."""
+    ray_address: Free[str | None] = None
+    """Address of the Ray cluster, as `ray.init` takes it. The default is `RAY_ADDRESS`; if that is not set either,
+    batchkit starts Ray on this machine for the run."""
+    gpus: Free[NonNegativeFloat | None] = None
+    """GPUs per worker; a fraction shares a GPU. The default is `tensor_parallel_size` × `pipeline_parallel_size`, or
+    0 if the cluster has no GPUs. It also applies without `count`: if it covers the GPUs of all `[engines]`, they
+    are loaded together (docs/engines.md)."""
+    cpus: Free[PositiveFloat | None] = None
+    """CPU cores and OpenMP threads per worker. The default is 1 with a GPU, otherwise an equal share of all cores."""
+
+
+class BudgetTable(Table):
+    """Limits after which a run stops by itself, and the prices that they use. The same command resumes the run."""
+
+    max_seconds: Free[PositiveFloat | None] = None
+    """Time budget of each start, in seconds, including loading. When it is used up, no new row starts, and running
+    rows get 10 more seconds. The exit code is 1; the same command resumes the run."""
+    max_completion_tokens: Free[PositiveInt | None] = None
+    """Token budget of the run across all starts. After this number of completion tokens no new row starts; rows
+    already running are finished. The exit code is 1; a larger budget resumes the run."""
+    max_price: Free[PositiveFloat | None] = None
+    """Price budget of the run across all starts, in the currency of the prices below. It ends the run in the same way
+    as `max_completion_tokens`."""
+    price_per_gpu_hour: Free[PositiveFloat | None] = None
+    """Price of one GPU for one hour, including loading. The number of GPUs is `tensor_parallel_size` ×
+    `pipeline_parallel_size`, or `workers.gpus`, times `workers.count`."""
+    price_per_million_tokens: Free[_InAndOut | None] = None
+    """Price of a million prompt tokens and of a million completion tokens, for example `[0.15, 0.60]`."""
+
     def price_of(self, tokens: Usage, gpu_seconds: float) -> float | None:
         """Return the price of ``tokens`` and ``gpu_seconds``, or None if the job sets no price."""
         if self.price_per_gpu_hour is None and self.price_per_million_tokens is None:
@@ -113,21 +128,8 @@ class RunTable(Table):
         millions = tokens.prompt_tokens * of_prompts + tokens.completion_tokens * of_answers
         return millions / 1e6 + gpu_seconds / _HOUR_S * (self.price_per_gpu_hour or 0.0)
 
-    def of_part(self, **update: None) -> RunTable:
-        """Return settings for a part of this run that has an engine of its own, for example a trial. Prices, hooks
-        and the metrics port belong to the whole run and are left out. ``update`` sets further keys to None."""
-        ours = (
-            "sample",
-            "max_price",
-            "price_per_gpu_hour",
-            "price_per_million_tokens",
-            "metrics_port",
-            "on_end",
-        )
-        return self.model_copy(update={"fail_on_error": False, **dict.fromkeys(ours), **update})
-
     @model_validator(mode="after")
-    def _has_a_price(self) -> RunTable:
+    def _has_a_price(self) -> BudgetTable:
         prices = self.price_per_gpu_hour, self.price_per_million_tokens
         if self.max_price is not None and not any(prices):
             raise ValueError(

@@ -63,7 +63,7 @@ def check_config(job: JobConfig) -> Any:
     if (copies := options.get("data_parallel_size", 1)) != 1:
         problems.append(
             f"engine.options.data_parallel_size: {copies} copies of the model are {copies} workers:"
-            f" leave it out and set run.workers = {copies}"
+            f" leave it out and set workers.count = {copies}"
         )
     if "reasoning_parser" in options:
         problems.append(

@@ -83,7 +83,7 @@ class Actor:
             sys.path += [place for place in import_from if place not in sys.path]
         self._number, self._start, self._engines = number, start, engines
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
-        self._spacing_s = (start.job.run.workers or 1) / MOST_CALLS_PER_S
+        self._spacing_s = (start.job.workers.count or 1) / MOST_CALLS_PER_S
         self._changed = threading.Condition()
         self._report = WorkerReport(Placement(socket.gethostname(), ray.get_gpu_ids()))
         self._taking = True

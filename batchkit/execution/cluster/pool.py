@@ -33,7 +33,7 @@ HEAVY_ROW_BYTES = 16 * 1024  # smaller rows don't count toward the limit on byte
 
 
 class RayPool:
-    """The workers of a run with ``run.workers``. It has the interface of Worker.
+    """The workers of a run with ``workers.count``. It has the interface of Worker.
 
     The constructor returns once the first worker is ready; the others follow. If a worker dies, another one answers its
     rows.
@@ -49,7 +49,7 @@ class RayPool:
     ) -> None:
         self._start, self._due, self._engines = start, tasks, engines
         self._hear = opening.hear
-        self._workers = [RayWorker(number) for number in range(start.job.run.workers or 1)]
+        self._workers = [RayWorker(number) for number in range(start.job.workers.count or 1)]
         self._leases = Leases(self._workers, quarantined=start.options.quarantined)
         self._known = dict(opening.known)
         self._broken: BatchkitError | None = None
@@ -176,7 +176,7 @@ class RayPool:
             if now - self._head_seen >= HEAD_GONE_S:
                 self._is_headless = True
                 self._broken = EngineError(
-                    f"run.workers: Ray's head at {address} is gone ({error}). Every finished row is on"
+                    f"workers.count: Ray's head at {address} is gone ({error}). Every finished row is on"
                     " disk: start Ray again, then run the same command again"
                 )
 

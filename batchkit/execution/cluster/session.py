@@ -40,8 +40,8 @@ def session(job: JobConfig) -> Iterator[None]:
     if (imported := sys.modules.get("ray")) is not None and imported.is_initialized():
         yield
         return
-    require(["ray"], user="run.workers", extra="ray")
-    address = job.run.ray_address or os.environ.get("RAY_ADDRESS")
+    require(["ray"], user="workers.count", extra="ray")
+    address = job.workers.ray_address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with ExitStack() as held:
         folder = ""
@@ -69,7 +69,7 @@ def _join(address: str) -> None:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except Exception as error:
         raise JobError(
-            f"run.workers: can't join Ray at {address} ({cause_of(error)}); set run.ray_address to the address"
+            f"workers.count: can't join Ray at {address} ({cause_of(error)}); set workers.ray_address to the address"
             " that `ray start --head` printed, or unset it (and RAY_ADDRESS) to start Ray on this machine"
         ) from error
 
@@ -91,7 +91,7 @@ def _begin(job: JobConfig, folder: str) -> None:
     """Start Ray for this run only."""
     import ray
 
-    workers, cpus = job.run.workers or 1, job.run.worker_cpus or 1
+    workers, cpus = job.workers.count or 1, job.workers.cpus or 1
     try:
         ray.init(
             address="local",
@@ -104,7 +104,7 @@ def _begin(job: JobConfig, folder: str) -> None:
         )
     except Exception as error:  # no narrower type if Ray's processes start too slowly
         raise EngineError(
-            f"run.workers: Ray did not start on this machine ({cause_of(error)}); if other programs keep"
+            f"workers.count: Ray did not start on this machine ({cause_of(error)}); if other programs keep"
             " the machine busy, run the same command again later"
         ) from error
     _check_gpus(job)
@@ -163,12 +163,12 @@ def _check_gpus(job: JobConfig) -> None:
     """Raise JobError if this machine has too few GPUs for all workers."""
     import ray
 
-    workers = job.run.workers or 1
+    workers = job.workers.count or 1
     gpus, here = needs(job)["num_gpus"], ray.cluster_resources().get("GPU", 0)
     if gpus * workers > here:
         raise JobError(
-            f"run.workers = {workers} need {gpus * workers:g} GPUs, {gpus:g} each; this machine has"
-            f" {here:g}. Lower run.workers or run.worker_gpus, or join a cluster (run.ray_address)"
+            f"workers.count = {workers} need {gpus * workers:g} GPUs, {gpus:g} each; this machine has"
+            f" {here:g}. Lower workers.count or workers.gpus, or join a cluster (workers.ray_address)"
         )
 
 
@@ -182,12 +182,12 @@ def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
     """
     import ray
 
-    jobs, n_workers = [job.with_engine(name) for name in engines], job.run.workers or 1
-    gpus: float | None = job.run.worker_gpus
+    jobs, n_workers = [job.with_engine(name) for name in engines], job.workers.count or 1
+    gpus: float | None = job.workers.gpus
     if gpus is None:
         groups = [its.engine_gpus for its in jobs if holds_model(its.engine.kind)]
         gpus = max(groups, default=0) if ray.cluster_resources().get("GPU", 0) else 0
-    cpus: float | None = job.run.worker_cpus
+    cpus: float | None = job.workers.cpus
     if cpus is None:
         nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
         fair = range(sum(nodes) // n_workers if not gpus else 1, 1, -1)

@@ -71,10 +71,10 @@ def with_function(job: JobConfig, function: Any) -> JobConfig:
         raise JobError(
             f"rollout: found {shown(function)}, expected a function `async def solve(row, generate)`"
         )
-    if job.run.workers is not None:
+    if job.workers.count is not None:
         raise JobError(
             "rollout: a function can't be sent to workers on Ray; name it in the job (rollout.function ="
-            ' "module:name"), or leave run.workers out'
+            ' "module:name"), or leave workers.count out'
         )
     try:
         source = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
