@@ -98,7 +98,8 @@ def find_bs(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
     engine.options.max_num_seqs. A larger one needs more GPU memory.
 
     Tries each size on JOB's rows with a new engine: doubles the size from --low, then searches for the largest one that
-    fits. Stops when twice the size gains less than 3 %. Exits with 1 if no size fits.
+    fits. Stops when twice the size gains less than 3 %. Exits with 1 if no size fits. The runs are kept in find-bs/ in
+    the run folder. The same command continues a search that was stopped.
     """
     from batchkit.commands.tuning.find import find_batch_size
 
@@ -136,8 +137,8 @@ def tune(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
 
     Tries options that change speed but not answers, on JOB's rows: how the GPUs are used, the number of concurrent
     requests, tokens per step, memory, CUDA graphs, and other options that help against the bottleneck. At the end, it
-    measures the default and the best options in turn, three times each. NAME.tune.html beside the run folder shows all
-    trials. The same command continues a search that was stopped.
+    measures the default and the best options in turn, three times each. tune/trials.html in the run folder shows all
+    trials; their runs are kept beside it. The same command continues a search that was stopped.
     """
     from batchkit.commands.tuning.tune import tune as search
 

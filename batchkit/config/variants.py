@@ -29,7 +29,7 @@ from batchkit.config.urls import bare
 from batchkit.errors import JobError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_LONGEST_NAME = 40
+_LONGEST_NAME, _LONGEST_NAMES = 40, 200  # characters; a file name may have 255
 
 
 class Variant(NamedTuple):
@@ -141,7 +141,18 @@ def _alternatives(text: str) -> list[Variant]:
         )
     last, names = key.rpartition(".")[2], list[str]()
     for number, value in enumerate(values, start=1):
-        word = re.sub(r"[^A-Za-z0-9._]+", "-", str(value)).strip("-.")
-        name = f"{last}-{word}" if 0 < len(word) <= _LONGEST_NAME else f"{last}-{number}"
+        name = _named(last, value) or f"{last}-{number}"
         names.append(f"{last}-{number}" if name in names else name)
     return [Variant(name, {key: value}) for name, value in zip(names, values, strict=True)]
+
+
+def variant_name(settings: Mapping[str, Any]) -> str:
+    """Return the name of a variant with these settings, which have short values; ``default`` if there are none."""
+    named = (_named(key.rpartition(".")[2], value) for key, value in settings.items())
+    return "_".join(filter(None, named))[:_LONGEST_NAMES] or "default"
+
+
+def _named(key: str, value: Any) -> str:
+    """Return a name for ``key`` with ``value``; "" if the value is too long for a name."""
+    word = re.sub(r"[^A-Za-z0-9._]+", "-", str(value)).strip("-.")
+    return f"{key}-{word}" if 0 < len(word) <= _LONGEST_NAME else ""

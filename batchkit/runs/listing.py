@@ -108,7 +108,8 @@ class Runs:
             return {self.target.name: self.target} if is_run(self.target) else {}
         paths = (
             *self.target.glob(f"[!.]*/{MANIFEST}"),
-            *self.target.glob(f"[!.]*/[!.]*/{MANIFEST}"),
+            *self.target.glob(f"[!.]*/[!.]*/{MANIFEST}"),  # variants of a job
+            *self.target.glob(f"[!.]*/[!.]*/[!.]*/{MANIFEST}"),  # trials of find-bs and tune
         )
         stamps = {path: stamp_of(path) for path in paths}
         newest = sorted(stamps, key=lambda path: (stamps[path] or (0, 0, 0))[2], reverse=True)

@@ -179,11 +179,6 @@ class OwnFolder:
         # Only now does the name match ``remove_orphans``: before, it could have removed the unlocked folder.
         self.path = made.rename(made.with_name(made.name[1:]))
 
-    def keep(self) -> None:
-        """Leave the folder to the user, so that it is not removed."""
-        (self.path / OWNER).unlink()
-        os.close(self._lock)
-
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)

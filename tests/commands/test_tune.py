@@ -31,7 +31,7 @@ from tests.support.small_vllm import TEXT_ONLY
 pytestmark = pytest.mark.slow
 
 JOB = TRIED.replace("latency_s = 0.02", "latency_s = 0.1")
-MEMORY = Path("output/tried.tune.jsonl")
+MEMORY = Path("output/tried/tune/trials.jsonl")
 
 
 @pytest.fixture(autouse=True)
@@ -91,11 +91,9 @@ def test_the_fastest_options_are_found_compared_and_written() -> None:
     text = Path("job.toml").read_text()
     assert text == JOB.replace("max_num_seqs = 8", f"max_num_seqs = {size}")
     assert tuned["written"] == "job.toml"
-    assert sorted(path.name for path in Path("output").iterdir()) == [
-        "tried.tune.html",
-        MEMORY.name,
-    ]
-    page = Path("output/tried.tune.html").read_text()
+    runs = [path.parent.name for path in MEMORY.parent.glob("*/manifest.json")]
+    assert {"default", f"max_num_seqs-{size}"} < {*runs}
+    page = MEMORY.with_name("trials.html").read_text()
     assert page.count("<circle") == len(ok)
     assert f"max_num_seqs = {size}" in page
 

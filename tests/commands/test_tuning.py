@@ -26,8 +26,7 @@ from batchkit.commands.trial import OOM, Trial
 from batchkit.commands.trial.measurement import Figures, Idle
 from batchkit.commands.tuning.find import bottleneck_of, search
 from batchkit.commands.tuning.options import write_patch
-from batchkit.commands.tuning.table import Line, SizeTable, line_of
-from batchkit.config.tables import JobConfig
+from batchkit.commands.tuning.table import Line, line_of
 from tests.support.chat_server import serving
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import TRIED as JOB
@@ -58,15 +57,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def size(
-    at_once: int, *rates: float, prompt: int = 100, output: int = 100, idle: Idle | None = None
+    at_once: int, rate: float, *, prompt: int = 100, output: int = 100, idle: Idle | None = None
 ) -> Line:
-    """A size that was tried once for each of ``rates``, for ten seconds."""
-    trials = []
-    for rate in rates:
-        rows = int(rate * 10)
-        figures = Figures(10.0, rows, rows * prompt, rows * output, 100.0, 200.0, True)
-        trials.append(Trial("ok", "", 12.0, 2.0, figures, rows, idle=idle))
-    return line_of(at_once, trials)
+    """A size that was tried for ten seconds."""
+    rows = int(rate * 10)
+    figures = Figures(10.0, rows, rows * prompt, rows * output, 100.0, 200.0, True)
+    return line_of(at_once, Trial("ok", "", 12.0, 2.0, figures, rows, idle=idle))
 
 
 @pytest.mark.parametrize(
@@ -87,25 +83,6 @@ def test_what_binds(tried: list[Line], resource: str) -> None:
     assert bottleneck_of(tried, tried[-1], with_images=False).resource == resource
 
 
-def test_rounds_of_one_size_become_one_line() -> None:
-    small, large = size(4, 10, 12, 30), size(8, 20, 22)
-    assert small["rows_per_s"] == 12
-    assert small["spread"] == pytest.approx(20 / 2 / 12, abs=1e-4)
-    assert large["rounds"][1]["rows_per_s"] == 22
-
-
-def test_a_size_that_failed_once_has_no_rate() -> None:
-    figures = Figures(10.0, 200, 0, 0, 1.0, 2.0, True)
-    table = SizeTable(JobConfig(engine={"kind": "dry-run"}), lambda text: None)
-    table.trials = {size: [Trial("ok", "", 12.0, 2.0, figures)] for size in (4, 8)}
-    table.trials[8].append(Trial(OOM, "full", 3.0))
-    found = table.to_json()
-    assert (found["best"], found["largest"]) == (4, 4)
-    failed = found["batch_sizes"][1]
-    assert (failed["status"], failed["rows_per_s"], failed["p99_ms"]) == (OOM, None, None)
-    assert "batch size 8: OOM: full" in table.to_text()
-
-
 class CountingTrials:
     """No engine: sizes up to ``threshold`` fit, and ``rate`` gives their throughput."""
 
@@ -115,11 +92,12 @@ class CountingTrials:
         self.threshold, self.rate, self.is_typical = threshold, rate, is_typical
         self.tried: list[int] = []
 
-    def __call__(self, size: int) -> Figures | None:
+    def __call__(self, size: int) -> Line:
         self.tried.append(size)
         if size > self.threshold:
-            return None
-        return Figures(1 / self.rate(size), 1, 0, 0, 0.0, 0.0, self.is_typical)
+            return line_of(size, Trial(OOM, "full", 3.0))
+        figures = Figures(1 / self.rate(size), 1, 0, 0, 0.0, 0.0, self.is_typical)
+        return line_of(size, Trial("ok", "", 12.0, 2.0, figures))
 
 
 @given(low=st.integers(1, 64), span=st.integers(0, 4000), threshold=st.integers(0, 5000))
@@ -193,7 +171,7 @@ def tried(command: str) -> Ended:
 
 
 def no_leftovers() -> bool:
-    return {path.name for path in Path().iterdir()} == {"job.toml", "rows.jsonl"}
+    return {path.name for path in Path().iterdir()} <= {"job.toml", "rows.jsonl", "output"}
 
 
 def test_find_bs_prints_a_table_and_a_patch() -> None:
@@ -207,6 +185,21 @@ def test_find_bs_prints_a_table_and_a_patch() -> None:
     assert "[engine.options]\nmax_num_seqs = 8" in ended.stdout
     assert "how many requests the engine runs at once" in ended.stderr
     assert no_leftovers()
+
+
+def test_trials_are_kept_as_runs_and_not_measured_again() -> None:
+    command = "find-bs job.toml --low 2 --seconds 0.5 --json --high"
+    first = tried(f"{command} 4").json["batch_sizes"]
+    ended = tried(f"{command} 8")
+    assert ended.json["batch_sizes"][:2] == first
+    assert ended.stderr.count("starting an engine") == 1
+    assert ended.stderr.count("measured before") == 2
+    longer = tried("find-bs job.toml --low 2 --high 2 --seconds 0.6")
+    assert "measured before" not in longer.stderr, "another limit is another measurement"
+    runs = sorted(path.parent.name for path in Path("output").glob("*/find-bs/*/manifest.json"))
+    assert runs == [f"max_num_seqs-{size}" for size in ("2", "2.1", "4", "8")]
+    assert all(run in tried("status output").stdout for run in runs)
+    assert tried("compare output/tried/find-bs").exit_code == 0
 
 
 def test_find_bs_json_and_write() -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from batchkit.commands import Say
 from batchkit.commands.plan.throughput import Wave
-from batchkit.commands.trial import scratch_folder, tried
+from batchkit.commands.trial import tried
 from batchkit.commands.trial.measurement import TimedAnswer, answer_of, answers_in
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
@@ -66,7 +66,7 @@ def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) 
         BatchkitError: The run can't start or stopped (see ``start_run``), or a budget is used up. Finished answers are
             kept.
     """
-    with scratch_folder("plan") as folder, closing(KeptEngine(folder / LOG)) as kept:
+    with closing(KeptEngine(job.folder / LOG)) as kept:
         if job.workers.count is not None:
             running = _running(job, kept)
             wave, ended = _answered(job, source, rows, running, None)

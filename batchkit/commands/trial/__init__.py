@@ -1,7 +1,7 @@
-"""Trials: short runs of a job with other settings, in a temporary folder, measured from their output files.
+"""Trials: short runs of a job with other settings, measured from their output files.
 
-``find-bs`` and ``tune`` measure settings with ``Trials``. ``plan`` starts a run with
-``tried`` and reads its records.
+``find-bs`` and ``tune`` measure settings with ``Trials``. Each trial is an ordinary run, which is kept in the folder of
+its command inside the job's run folder. ``plan`` starts a run with ``tried`` and reads its records.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.steps import renderer_of
 from batchkit.sources import count_rows, never
 from batchkit.sources.input import Input, from_job, why_empty
-from batchkit.storage.files import OwnFolder
 from batchkit.storage.log import RESULTS
 from batchkit.storage.metrics import read_metrics
 
@@ -71,19 +70,6 @@ def tried(
     if summary.exit >= 128:
         raise Interrupted(summary.exit - 128)
     return summary
-
-
-@contextmanager
-def scratch_folder(kind: str) -> Iterator[Path]:
-    """Yield a new temporary folder, and remove it at the end. It is kept if an EngineError names a file in it."""
-    own, is_kept = OwnFolder(kind), False
-    try:
-        yield own.path
-    except EngineError as error:
-        is_kept = str(own.path) in str(error)
-        raise
-    finally:
-        own.keep() if is_kept else own.close()
 
 
 class Memory(NamedTuple):
@@ -118,8 +104,8 @@ class Trial:
 
 
 @contextmanager
-def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
-    """Yield a ``Trials`` for the first ``rows`` rows of ``job``, with a temporary folder.
+def trials_of(job: JobConfig, rows: int | None, command: str) -> Iterator[Trials]:
+    """Yield a ``Trials`` for the first ``rows`` rows of ``job``. Its runs are kept in ``trials_folder(job, command)``.
 
     A signal ends the ``with`` block early and is stored in ``Trials.signum``.
 
@@ -134,16 +120,21 @@ def trials_of(job: JobConfig, rows: int | None = None) -> Iterator[Trials]:
             'engine.kind = "dry-run" answers without delay, so there is no speed to measure; set the engine that'
             " will run the job (engine.options.latency_s simulates one)"
         )
+    log = trials_folder(job, command) / LOG
     with (
         StopRequest().installed() as stop,
-        scratch_folder("trial") as folder,
-        closing(KeptEngine(folder / LOG)) as kept,  # its engines are forks of one process
+        closing(KeptEngine(log)) as kept,  # its engines are forks of one process
     ):
-        trials = Trials(job, rows, folder, kept, stop)
+        trials = Trials(job, rows, log.parent, kept, stop)
         try:
             yield trials
         except Interrupted as interrupted:
             trials.signum = interrupted.signum
+
+
+def trials_folder(job: JobConfig, command: str) -> Path:
+    """Return the folder for the runs of ``command``'s trials."""
+    return job.folder / command
 
 
 class Trials:
@@ -165,8 +156,8 @@ class Trials:
         self._number = 0
 
     def run(self, job: JobConfig, at_once: int, seconds: float, least: float = 0.0) -> Trial:
-        """Measure ``job``: the job of this series with other settings, so that it runs ``at_once`` requests
-        concurrently.
+        """Measure ``job``: the job of this series with other settings and the name of the trial's run. It runs
+        ``at_once`` requests concurrently. An earlier run with this name is kept with a number added to its name.
 
         The measurement takes at most ``seconds`` seconds, after as many seconds to fill the engine. It ends early
         when the rate is clearly below ``least`` rows per second.
@@ -175,7 +166,7 @@ class Trials:
             JobError: The first trial finds the job invalid, or its rows can't be read.
         """
         self._number += 1
-        job = _of_trial(job, self._folder / str(self._number))
+        job = _of_trial(job, self._folder, self.rows)
         measurement = self._measurement(job, at_once, seconds, least)
         status, reason, started = OK, "", time.time()
         with closing(_Watch(job, measurement)) as watch:
@@ -216,7 +207,7 @@ class Trials:
     def _start(self, job: JobConfig, watch: _Watch) -> None:
         """Run the trial's job. Raises the same exceptions as ``tried``, unless ``watch`` stopped the run on purpose."""
         try:
-            options = StartOptions(command="trial", quiet=True)
+            options = StartOptions(command="trial", quiet=True, fresh=True)
             tried(job, self._source, options, kept=self._kept, stop=watch.stop)
         except Interrupted:
             if watch.stop.signum is None:
@@ -229,17 +220,17 @@ class Trials:
                 raise Interrupted(self._stop.signum)
 
 
-def _of_trial(job: JobConfig, folder: Path) -> JobConfig:
+def _of_trial(job: JobConfig, folder: Path, rows: int) -> JobConfig:
     """Return the job for one trial. Its run stops when the engine dies, but continues when rows fail."""
     return job.model_copy(
         update={
-            "name": folder.name,
+            "input": job.input.model_copy(update={"limit": rows}),
             "engine": job.engine.model_copy(update={"in_process": False}),
             "run": job.run.of_part().model_copy(
                 update={"max_engine_restarts": 0, "check_rows": 0, "max_host_gb": None}
             ),
             "budget": BudgetTable(),
-            "output": job.output.model_copy(update={"dir": str(folder.parent)}),
+            "output": job.output.model_copy(update={"dir": str(folder)}),
         }
     )
 
@@ -300,8 +291,7 @@ class _Watch:
 
 
 def _failure(error: EngineError | JobError) -> tuple[str, str]:
-    """Return the status of a trial whose engine failed, and the reason in one line. The reason does not name the log,
-    because it is removed with the trial's folder."""
+    """Return the status of a trial whose engine failed, and the reason in one line."""
     match error:
         case StartFailed():
             text = error.message

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from batchkit.commands import Say
-from batchkit.commands.trial import OOM, trials_of
-from batchkit.commands.trial.measurement import Figures
+from batchkit.commands.trial import OK, OOM, trials_of
+from batchkit.commands.tuning.known import KeptResults
 from batchkit.commands.tuning.options import (
     KEY,
     SIZE,
@@ -23,6 +23,7 @@ from batchkit.config.numbers import duration, number
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 
+COMMAND = "find-bs"
 LEAST_GAIN = 0.03
 _MOSTLY = 0.2  # share of idle engine slots above which waiting counts as the bottleneck
 _LEAST_GROWTH = 1.5  # minimum ratio of two batch sizes to estimate the gain of a larger one
@@ -125,6 +126,9 @@ def find_batch_size(
 ) -> SearchResult:
     """Search batch sizes from ``low`` to ``high``. A signal ends the search with the results so far.
 
+    Each size is measured in a run that is kept, and the results are stored beside these runs (``trials_folder``). The
+    next call with the same job, ``rows`` and ``seconds`` measures only sizes that have no result.
+
     - ``rows``, ``seconds``: limits for each trial: how many rows it uses, and how long it measures.
     - ``write_to``: job file that receives the best size, if the search was complete.
 
@@ -133,10 +137,11 @@ def find_batch_size(
     """
     if low > high:
         raise JobError(f"--low {low} is over --high {high}; lower the one or raise the other")
-    table, has_flattened, written = SizeTable(job, say), False, None
+    table = SizeTable(job, KeptResults(job, COMMAND, rows, seconds), say)
+    has_flattened, written = False, None
     if write_to is not None:
         check_patch(write_to)
-    with trials_of(job, rows) as trials:
+    with trials_of(job, rows, COMMAND) as trials:
         most, why = most_of(job, trials.rows)
         if most < high:
             high = max(low, most)
@@ -145,7 +150,7 @@ def find_batch_size(
             say(
                 "the server keeps its cache between trials, so later trials may look faster than they are"
             )
-        has_flattened = search(low, high, lambda size: table.run(trials, size, seconds).figures)
+        has_flattened = search(low, high, lambda size: table.run(trials, size, seconds))
     table.signum = trials.signum
     best, bottleneck = table.best, None
     if best is not None:
@@ -156,26 +161,26 @@ def find_batch_size(
     return SearchResult(table, trials.total, high, has_flattened, bottleneck, written)
 
 
-def search(low: int, high: int, try_size: Callable[[int], Figures | None]) -> bool:
+def search(low: int, high: int, try_size: Callable[[int], Line]) -> bool:
     """Double the size from ``low`` until it does not fit, then search between the largest size that fits and the
     smallest that does not.
 
     Returns True if the search stopped because a doubling gained less than 3 %; larger sizes may then fit, too.
     Otherwise the largest size up to ``high`` that fits was tried. No size is tried twice.
 
-    ``try_size``: measures a size, and returns None if it does not fit.
+    ``try_size``: measures a size and returns its result.
     """
     fits, size, best = 0, low, 0.0
-    while (found := try_size(size)) is not None:
-        is_flat = found.is_typical and found.rows_per_s < best * (1 + LEAST_GAIN)
-        fits, best = size, max(best, found.rows_per_s)
+    while (found := try_size(size))["status"] == OK:
+        is_flat = found["typical"] and found["rows_per_s"] < best * (1 + LEAST_GAIN)
+        fits, best = size, max(best, found["rows_per_s"])
         if size >= high or is_flat:
             return size < high
         size = min(2 * size, high)
     too_large = size
     while fits and too_large - fits > 1:
         size = (fits + too_large) // 2
-        if try_size(size) is None:
+        if try_size(size)["status"] != OK:
             too_large = size
         else:
             fits = size

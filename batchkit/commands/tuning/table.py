@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from batchkit.commands import Say
 from batchkit.commands.trial import OK, OOM, Trial, Trials
-from batchkit.commands.trial.measurement import Figures
+from batchkit.commands.tuning.known import KeptResults
 from batchkit.commands.tuning.options import KEY, SIZE, with_options
 from batchkit.config.numbers import number
 from batchkit.config.tables import JobConfig
@@ -18,60 +16,38 @@ from batchkit.scoring.metrics import markdown
 Line = dict[str, Any]
 """The JSON of one batch size (see ``line_of``)."""
 _HEADS = (
-    *("batch size", "status", "time", "rows/s", "spread", "prompt tok/s", "output tok/s"),
+    *("batch size", "status", "time", "rows/s", "prompt tok/s", "output tok/s"),
     *("p50 ms", "p99 ms", "peak memory"),
 )
 _RATES = ("rows_per_s", "prompt_tokens_per_s", "completion_tokens_per_s", "p50_ms", "p99_ms")
 
 
-def line_of(batch_size: int, trials: Sequence[Trial]) -> Line:
-    """Return the results of one batch size as a dict for JSON: medians over its ``trials``. Numbers are None if a trial
-    failed.
+def line_of(batch_size: int, trial: Trial) -> Line:
+    """Return the result of one batch size as a dict for JSON. Rates and latencies are None if the trial failed.
 
-    - ``spread``: half the difference between the slowest and the fastest round, as a share of the median.
     - ``typical``: True if the engine was as busy as in the whole job.
     - ``reason``: why an engine died.
     """
-    status = next((trial.status for trial in trials if trial.status != OK), OK)
-    rounds = [t.figures for t in trials if t.figures is not None and status == OK]
-    rates = [found.rows_per_s for found in rounds]
-    failed = sum((trial.failed for trial in trials), Counter[str]())
-    memory = max((t.memory for t in trials if t.memory is not None), default=None)
-    idle = trials[-1].idle
+    found, idle, memory = trial.figures, trial.idle, trial.memory
+    seconds = trial.seconds if found is None else found.seconds
+    waits = idle and {name: round(getattr(idle, name), 4) for name in idle._fields[:3]}
     return {
         "batch_size": batch_size,
-        "status": status,
-        "reason": next((trial.reason for trial in trials if trial.reason), None),
-        "seconds": round(sum(r.seconds for r in rounds) or sum(t.seconds for t in trials), 3),
-        **{name: _median(rounds, name) for name in _RATES},
+        "status": trial.status,
+        "reason": trial.reason or None,
+        "seconds": round(seconds, 3),
+        **{name: found and float(f"{getattr(found, name):.6g}") for name in _RATES},
         "memory_gb": None if memory is None else round(memory.gb, 3),
         "memory_of": None if memory is None else memory.of,
-        "load_seconds": round(statistics.median(trial.load_s for trial in trials), 3),
-        "rows": sum(found.rows for found in rounds),
-        "answered": sum(trial.answered for trial in trials),
-        "failed": dict(failed),
-        "typical": bool(rounds) and all(found.is_typical for found in rounds),
-        "spread": _spread(rates) if len(rates) > 1 else None,
-        "running": None if idle is None else round(idle.running, 2),
-        "preempted": None if idle is None else idle.preempted,
-        "waits": None
-        if idle is None
-        else {n: round(getattr(idle, n), 4) for n in idle._fields[:3]},
-        "rounds": [
-            {"seconds": round(found.seconds, 3), "rows": found.rows}
-            | {name: _median([found], name) for name in _RATES}
-            for found in rounds
-        ],
+        "load_seconds": round(trial.load_s, 3),
+        "rows": 0 if found is None else found.rows,
+        "answered": trial.answered,
+        "failed": dict(trial.failed),
+        "typical": found is not None and found.is_typical,
+        "running": idle and round(idle.running, 2),
+        "preempted": idle and idle.preempted,
+        "waits": waits,
     }
-
-
-def _median(rounds: Sequence[Figures], name: str) -> float | None:
-    values = [getattr(found, name) for found in rounds]
-    return float(f"{statistics.median(values):.6g}") if values else None
-
-
-def _spread(rates: Sequence[float]) -> float:
-    return round((max(rates) - min(rates)) / 2 / statistics.median(rates), 4)
 
 
 def in_words(line: Line) -> str:
@@ -87,46 +63,52 @@ def in_words(line: Line) -> str:
 
 def _cells(line: Line) -> list[str]:
     """Return the cells of a table row. The status is cut to its first word; the reason is printed below the table."""
-    memory, spread = line["memory_gb"], line["spread"]
+    memory = line["memory_gb"]
     return [
         f"{line['batch_size']:,}",
         line["status"].partition(":")[0],
         f"{line['seconds']:.1f} s",
         number(line["rows_per_s"]),
-        "" if spread is None else f"±{spread:.0%}",
         *(number(line[name]) for name in _RATES[1:]),
         "" if memory is None else f"{memory:.2f} GiB {line['memory_of']}",
     ]
 
 
 class SizeTable:
-    """The batch sizes of ``job`` that were measured, with their trials.
+    """The batch sizes of ``job`` that were measured, and their results.
 
-    ``signum``: the signal that ended the measurements early, or None.
+    ``kept``: stored results, which are not measured again. ``signum``: the signal that ended the measurements early, or
+    None.
     """
 
-    def __init__(self, job: JobConfig, say: Say) -> None:
-        self._job, self._say = job, say
-        self.trials: dict[int, list[Trial]] = {}
+    def __init__(self, job: JobConfig, kept: KeptResults, say: Say) -> None:
+        self._job, self._kept, self._say = job, kept, say
+        self._earlier: dict[int, Line] = {line["batch_size"]: line for line in kept.lines}
+        self._found: dict[int, Line] = {}
         self.signum: int | None = None
         say(f"{KEY}: how many requests the engine runs at once")
 
-    def run(self, trials: Trials, size: int, seconds: float) -> Trial:
-        """Run one more trial with the batch size ``size``, and print its result.
+    def run(self, trials: Trials, size: int, seconds: float) -> Line:
+        """Return the result of the batch size ``size``, and print it. Measure the size unless its result was stored.
 
         Raises:
             JobError: The first trial finds the job invalid, or its rows can't be read.
         """
-        self._say(f"batch size {size:,}: starting an engine")
-        trial = trials.run(with_options(self._job, {SIZE: size}), size, seconds)
-        self.trials.setdefault(size, []).append(trial)
-        self._say(in_words(line_of(size, [trial])))
-        return trial
+        line = self._earlier.get(size)
+        if line is None:
+            self._say(f"batch size {size:,}: starting an engine")
+            line = line_of(size, trials.run(with_options(self._job, {SIZE: size}), size, seconds))
+            self._kept.keep(line)
+            self._say(in_words(line))
+        else:
+            self._say(f"{in_words(line)}; measured before")
+        self._found[size] = line
+        return line
 
     @property
     def lines(self) -> Sequence[Line]:
         """One line for each size, the smallest first."""
-        return [line_of(size, self.trials[size]) for size in sorted(self.trials)]
+        return [self._found[size] for size in sorted(self._found)]
 
     @property
     def ok(self) -> Sequence[Line]:

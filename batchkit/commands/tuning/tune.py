@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.commands import Say
-from batchkit.commands.trial import OK, OOM, Trial, Trials, scratch_folder, trials_of, tried
+from batchkit.commands.trial import OK, OOM, Trial, Trials, trials_folder, trials_of, tried
 from batchkit.commands.tuning.find import LEAST_GAIN, bottleneck_of
-from batchkit.commands.tuning.known import Known, Options, Tried, draw, words
+from batchkit.commands.tuning.known import TUNE, Known, Options, Tried, draw, words
 from batchkit.commands.tuning.options import (
     SIZE,
     OptionChoice,
@@ -173,9 +173,9 @@ def tune(
 ) -> Tuned:
     """Search for the best engine options for about ``minutes`` minutes.
 
-    Each trial starts a new engine and measures for at most ``seconds`` seconds. Trials are stored in
-    ``<name>.tune.jsonl`` beside the run folder, and the next call reuses them. A signal ends the search with the
-    results so far.
+    Each trial starts a new engine and measures for at most ``seconds`` seconds. The runs of the trials are kept in the
+    folder ``tune`` inside the job's run folder, their results in ``trials.jsonl`` there; the next call reuses the
+    results. A signal ends the search with the results so far.
 
     - ``allow_changes``: also try options that change answers, and count the changed answers.
     - ``write_to``: job file that receives the best options, if they beat the default in each of three rounds.
@@ -191,7 +191,7 @@ def tune(
     if write_to is not None:
         check_patch(write_to)
     found, changes = Tuned(job), dict[str, Any]()
-    with trials_of(job, rows) as trials:
+    with trials_of(job, rows, TUNE) as trials:
         if allow_changes:
             changes |= changing_options(job)
         space = choices(job, {**speed_options(job), **changes})
@@ -360,24 +360,23 @@ def _share_that_differs(job: JobConfig, options: Options, say: Say) -> float:
     """Return the share of rows whose greedy answer changes with ``options``, over the first rows of the job."""
     sampling = {name: value for name, value in job.sampling.params().items() if name not in _DRAWN}
     limit = min(_ROWS_COMPARED, job.input.limit or _ROWS_COMPARED)
-    with scratch_folder("tune") as folder:
-        greedy = job.model_copy(
-            update={
-                "input": job.input.model_copy(update={"limit": limit}),
-                "sampling": SamplingTable(**{**sampling, "temperature": 0.0}),
-                "output": OutputTable(dir=str(folder)),
-                "scoring": ScoringTable(),
-                "run": job.run.of_part(),
-                "budget": BudgetTable(),
-            }
-        )
-        folders = []
-        for name, chosen in (("default", {}), ("tuned", options)):
-            say(f"comparing answers: {words(chosen)}")
-            each = with_options(greedy.model_copy(update={"name": name}), chosen)
-            tried(each, None, StartOptions(command="tune", quiet=True))
-            folders.append(each.folder)
-        found = compare(folders).answers["tuned"]
+    greedy = job.model_copy(
+        update={
+            "input": job.input.model_copy(update={"limit": limit}),
+            "sampling": SamplingTable(**{**sampling, "temperature": 0.0}),
+            "output": OutputTable(dir=str(trials_folder(job, TUNE))),
+            "scoring": ScoringTable(),
+            "run": job.run.of_part(),
+            "budget": BudgetTable(),
+        }
+    )
+    folders = []
+    for name, chosen in (("answers-default", {}), ("answers-tuned", options)):
+        say(f"comparing answers: {words(chosen)}")
+        each = with_options(greedy, chosen).model_copy(update={"name": name})
+        tried(each, None, StartOptions(command="tune", quiet=True, fresh=True))
+        folders.append(each.folder)
+    found = compare(folders).answers["answers-tuned"]
     changed = found.differ + found.failed_before + found.failed_after
     return changed / max(1, changed + found.equal)
 
@@ -387,7 +386,7 @@ def _tried(job: JobConfig, options: Options, at_once: int, trial: Trial) -> Trie
     if (found := trial.figures) is None:
         return Tried(dict(options), status, round(trial.seconds, 3), is_short=trial.is_short)
     rate, low, high = (float(f"{rate:.6g}") for rate in (found.rows_per_s, *found.interval))
-    line = line_of(at_once, [trial])
+    line = line_of(at_once, trial)
     limit = bottleneck_of([line], line, with_images=bool(job.prompt.images))
     running = None if trial.idle is None else round(trial.idle.running / (job.workers.count or 1))
     seconds = round(trial.seconds, 3)
