@@ -2,7 +2,8 @@
 
 Each module in ``ENGINES`` has the functions ``open_engine(job)`` and ``open_preflight(job)``. It may also have:
 
-- ``preload()``: imports what the engine needs. An engine with this function holds a model and runs in a child process.
+- ``preload()``: imports the packages that the engine needs. An engine with this function holds a model and runs in a
+  child process.
 - ``MAX_NUM_SEQS``: the default number of rows that run at the same time.
 - ``REQUIRES``: packages that must be installed; batchkit's extra with the engine's name installs them.
 """

@@ -1,11 +1,11 @@
 """An engine without a model (``kind = "dry_run"``), which answers every request immediately with a fixed sentence.
 
 Use it to try a job's input, templates, media and output at full speed. The sentence says that no model wrote it, and
-all ``n`` answers are equal. Where a job needs a certain form, the answer has it:
+all ``n`` answers are equal. If the job requires a certain form of answer, the answer has this form:
 
 - with ``output.parse``, JSON that fits the schema;
 - for a required tool call, arguments that fit the tool's parameters;
-- for the step of ``select.step``, the first candidate's name;
+- for the step of ``select.step``, the first candidate's name, ``1``;
 - for a pooling task, numbers derived from the row's hash.
 """
 
@@ -145,7 +145,7 @@ def _pooled(request: Request, task: TaskName) -> Pooled:
         return Pooled(probabilities=probabilities, label=_LABELS[likeliest])
     if task == "token_embed":
         whole = _pooled(request, "embed").vector or b""
-        tokens = 1 + len((request.prompt or "").split())  # of several lengths, as a model's
+        tokens = 1 + len((request.prompt or "").split())  # depends on the prompt, as with a model
         return Pooled(vector=whole * tokens, tokens=tokens)
     if task == "token_classify":
         return _classified(as_text(request), _numbers(request, len(_LABELS)))
@@ -159,7 +159,7 @@ def _classified(text: str, numbers: Sequence[float]) -> Pooled:
     import numpy as np
 
     words = [match.span() for match in re.finditer(r"\S+", text)]
-    places: list[tuple[int, int] | None] = [None, *words]  # with a special token, as a model's
+    places: list[tuple[int, int] | None] = [None, *words]  # None: a special token, as with a model
     scores = np.array([np.roll(numbers, n % len(_LABELS)) for n in range(len(places))], "<f4")
     scores /= scores.sum(axis=1, keepdims=True)
     entities = entities_in(text, places, scores, tags_of(dict(enumerate(_LABELS)), len(_LABELS)))

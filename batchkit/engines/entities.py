@@ -64,7 +64,7 @@ def entities_in(
     prefixes mark a new one. An entity's score is the mean over its tokens.
 
     - ``places``: each token's start and end in ``text``; None for a special token.
-    - ``scores``: one line per token, one column per tag.
+    - ``scores``: one row per token, one column per tag.
     """
     spans = list[list[TaggedToken]]()
     previous: TaggedToken | None = None
@@ -100,9 +100,9 @@ def _continues(previous: Tag, tag: Tag) -> bool:
 
 
 def _entity(text: str, span: Sequence[TaggedToken]) -> Entity:
-    """Return the entity that consists of the tokens ``span``, without a space at its beginning.
+    """Return the entity that consists of the tokens ``span``.
 
-    Many tokenizers include the space before a word in its first token.
+    Remove a space at its beginning, because many tokenizers include the space before a word in the word's first token.
     """
     start, end = span[0].start, span[-1].end
     whole = text[start:end]

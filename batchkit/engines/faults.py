@@ -27,7 +27,7 @@ _LONGEST_MESSAGE = 1000
 
 FaultKind = Literal["oom", "engine_crash", "stall", "timeout"]
 
-# Type names: torch is not imported here, and its CUDA and generic classes have the same names.
+# Names of types instead of types, because this module must not import torch.
 _OOM_TYPES = ("OutOfMemoryError", "MemoryError")
 # Words for errors without a type: the CPU allocator, vLLM's KV cache, CUDA's libraries, llama.cpp.
 _OVER_CLAIM_WORDS = (
@@ -53,9 +53,10 @@ _OOM_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The cause of an engine's death. ``type``: the error's class, or the signal that ended the engine.
+    """The cause of an engine's death.
 
-    ``is_unexplained_kill``: the engine was killed by SIGKILL, and there is no evidence that memory ran out.
+    - ``type``: the class of the error, or the signal or exit code that ended the engine.
+    - ``is_unexplained_kill``: the engine was killed by SIGKILL, and there is no evidence that memory ran out.
     """
 
     kind: FaultKind
@@ -65,12 +66,12 @@ class Fault:
 
     @property
     def is_over_claim(self) -> bool:
-        """True if the engine claimed more memory than was free, before it loaded anything."""
+        """True if the engine claimed more memory than was free when it started."""
         return any(words in self.message for words in _OVER_CLAIM_WORDS)
 
     @property
     def is_without_cache(self) -> bool:
-        """True if the engine's memory is full before the KV cache gets any of it."""
+        """True if the model leaves no memory for the KV cache."""
         return _WITHOUT_CACHE_WORDS in self.message
 
     @property
@@ -86,8 +87,8 @@ class EngineDied(EngineError):
     """The death of an engine. Requests that were running do not come back.
 
     - ``fault``: the cause.
-    - ``stacks``: stacks of the engine's threads, if a watchdog killed it.
-    - ``request``: the request that killed it, if known.
+    - ``stacks``: stacks of the engine's threads if a watchdog killed the engine, otherwise "".
+    - ``request``: the request that killed the engine; None if unknown.
     """
 
     def __init__(self, fault: Fault, *, stacks: str = "", request: Request | None = None) -> None:
@@ -135,16 +136,17 @@ def fault_of(error: BaseException) -> Fault:
 def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
     """Return the fault of a process that ended without reporting a cause.
 
-    The kernel sends SIGKILL to free memory, but other programs may send it, too.
+    SIGKILL alone does not show that memory ran out: the kernel sends SIGKILL to free memory, but other programs may
+    send it, too.
 
-    - ``code``: exit code; None if the fork server was killed at the same time, which would know it.
+    - ``code``: exit code; None if it is unknown because the fork server was killed at the same time.
     - ``last_words``: end of the process's output.
     - ``memory``: evidence that memory ran out (``memory.py``), or "".
     """
     if code is None or code == -signal.SIGKILL:
         if memory:
-            return Fault("oom", "SIGKILL", f"killed as memory ran out: {memory}")
-        message = "killed from outside, no sign of memory running out"
+            return Fault("oom", "SIGKILL", f"killed because memory ran out: {memory}")
+        message = "killed by another process; there is no sign that memory ran out"
         return Fault("engine_crash", "SIGKILL", message, is_unexplained_kill=True)
     how = f"exit code {code}"
     if code < 0:
@@ -154,11 +156,10 @@ def fault_of_exit(code: int | None, last_words: str, memory: str = "") -> Fault:
 
 
 def with_log(fault: Fault, log: str) -> Fault:
-    """Return ``fault``. If it does not name a cause itself, return a fault with the cause found in the engine's
-    ``log``.
+    """Return ``fault``, or, if ``fault`` names no cause, a fault with the cause found in the engine's ``log``.
 
-    An engine with worker processes only learns that a worker failed, or that it waited too long for one. The worker's
-    error is in the log.
+    An engine with worker processes only learns that a worker failed or did not answer in time. The worker's error is in
+    the log.
     """
     if fault.kind == "oom" or (fault.kind != "stall" and not points_elsewhere(fault.message)):
         return fault

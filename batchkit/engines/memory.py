@@ -51,7 +51,7 @@ def memory_limit() -> float:
 
 
 def family_bytes(pid: int) -> int:
-    """Return the resident memory of a process and all its descendants, or 0 if it has ended.
+    """Return the resident memory of a process and all its descendants in bytes; 0 if the process has ended.
 
     Expensive: reads all processes of the host.
     """
@@ -67,9 +67,9 @@ def family_bytes(pid: int) -> int:
 
 
 def gpu_bytes() -> int | None:
-    """Return the memory in use on all GPUs by all processes, or None if no GPU answers.
+    """Return the bytes in use on all GPUs by all processes; None if a GPU does not report them, or there is no GPU.
 
-    The memory of a single process is not available: in a container, the driver knows processes by other ids.
+    The memory of a single process is not available, because in a container the driver uses other process ids.
     """
     with suppress(Exception):
         found = [_used_bytes(gpu) for gpu in gpus()]
@@ -109,9 +109,9 @@ def _used_bytes(gpu: Gpu) -> int | None:
 
 
 def _nvml_gpus() -> list[Gpu] | None:
-    """Return the GPUs as nvidia-ml-py lists them; None if it is not installed. vLLM installs it.
+    """Return the GPUs as nvidia-ml-py lists them; None if this package is not installed. vLLM installs the package.
 
-    This is faster than starting nvidia-smi.
+    nvidia-ml-py is faster than starting nvidia-smi.
     """
     try:
         import pynvml
@@ -157,7 +157,7 @@ def _smi_gpus() -> list[Gpu]:
 def oom_kills() -> int | None:
     """Return how many processes of this cgroup the kernel has killed because memory ran out.
 
-    If the cgroup has no such count, return the host's count. Return None if the host has none, either.
+    If the cgroup has no such count, return the host's count; None if the host has no count, either.
     """
     for group in memory_groups():
         for name in ("memory.events", "memory.oom_control"):
@@ -169,7 +169,8 @@ def oom_kills() -> int | None:
 def memory_groups(membership: Path = _MEMBERSHIP, mounted: Path = _CGROUPS) -> Iterator[Path]:
     """Yield the cgroups (version 2 or 1) that limit this process's memory: its own group first, then its parents.
 
-    In a container, the path that the kernel reports may not be visible. Then the mounted folder is the process's group.
+    In a container, the path that the kernel reports may not exist. The mounted folder itself is then the process's
+    group.
     """
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
@@ -236,7 +237,7 @@ def _reclaimable(group: Path) -> int:
 
 
 def _first(group: Path, *names: str) -> str:
-    """Return the content of the first of the files ``names`` that exists in the folder ``group``."""
+    """Return the content of the first file in ``names`` that exists in the folder ``group``."""
     for name in names:
         if (group / name).exists():
             return (group / name).read_text(encoding="utf-8").strip()
@@ -244,7 +245,7 @@ def _first(group: Path, *names: str) -> str:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """Return the number after ``name`` in a file of names and numbers, or None."""
+    """Return the number after ``name`` in a file of names and numbers; None if the file has no such number."""
     try:
         table = dict(
             line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines()

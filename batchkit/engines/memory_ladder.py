@@ -4,7 +4,7 @@
 reduced: its share of the GPU, or a fixed KV cache.
 
 - The claim is reduced first if the engine claimed more memory than was free.
-- The claim is never reduced if the KV cache had too little room, because that would not help.
+- The claim is never reduced if the model left no memory for the KV cache, because a smaller claim would not help.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Ladder:
         del self._reductions[len(self._reductions) - count :]
 
     def save(self) -> None:
-        """Save the current reductions, because the engine has answered rows with them. ``restore`` returns to them."""
+        """Save the current reductions, because the engine has answered rows with them. ``restore`` returns to the saved
+        reductions."""
         self._kept = list(self._reductions)
 
     def restore(self) -> None:

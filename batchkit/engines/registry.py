@@ -54,8 +54,8 @@ def load_engine(job: JobConfig, log: Path | None = None) -> Engine:
 
 
 def max_num_seqs_of(kind: str) -> int | None:
-    """Return the default number of rows that an engine of ``kind`` runs at the same time, or None if only the
-    opened engine knows it."""
+    """Return the default number of rows that an engine of ``kind`` runs at the same time, or None if only the opened
+    engine knows this number."""
     most: int | None = getattr(ENGINES.load(kind), "MAX_NUM_SEQS", None)
     return most
 
@@ -63,7 +63,7 @@ def max_num_seqs_of(kind: str) -> int | None:
 def speed_options(job: JobConfig) -> Mapping[str, Any]:
     """Return the ``SPEED_OPTIONS`` that ``tune`` may try for the job, by name.
 
-    A value is the one in force, from which ``tune`` goes up and down, or a list of other values to try.
+    Each value is either the value in use, which ``tune`` raises and lowers, or a list of other values to try.
 
     Raises:
         JobError: The job can't be run.
@@ -86,7 +86,7 @@ def changing_options(job: JobConfig) -> Mapping[str, Any]:
 
 
 WORKS_WITHOUT = (
-    'Without it: --set engine.kind=dry-run tries the job, and a server answers it (engine.kind = "openai-server").'
+    'Or try the job without a model (--set engine.kind=dry-run), or use a server (engine.kind = "openai-server").'
     " For a machine without a GPU, `make setup` in a checkout installs vLLM's CPU build"
 )
 """Alternatives if an engine's packages are not installed."""
@@ -98,7 +98,8 @@ def holds_model(kind: str) -> bool:
 
 
 def preload_engine(kind: str) -> None:
-    """Import what an engine of ``kind`` needs, without touching a GPU. Engines without a model need nothing."""
+    """Import the packages that an engine of ``kind`` needs, without using a GPU. Do nothing for engines without a
+    model."""
     if holds_model(kind):
         ENGINES.load(kind).preload()
 
@@ -106,8 +107,8 @@ def preload_engine(kind: str) -> None:
 def require(packages: Sequence[str], *, user: str, extra: str) -> None:
     """Check that ``packages`` are installed, without importing them. Raises JobError if a package is not installed.
 
-    - ``user``: who needs them, for the message.
-    - ``extra``: the extra of batchkit that installs them.
+    - ``user``: the setting or command that needs the packages, for the message.
+    - ``extra``: batchkit's pip extra that installs the packages.
     """
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
@@ -136,7 +137,7 @@ def _require_packages(job: JobConfig) -> None:
 
 @contextmanager
 def _importing(job: JobConfig) -> Iterator[None]:
-    """Raise JobError if a package that the job's engine needs is missing or can't be imported."""
+    """Raise JobError if a package that the job's engine needs is missing, or can't be imported inside the block."""
     _require_packages(job)
     try:
         yield

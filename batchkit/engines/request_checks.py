@@ -22,9 +22,9 @@ def check_length(
 ) -> None:
     """Check that the prompt leaves room for an answer of one token.
 
-    After a truncation, there must be room for the whole answer, because the prompt was cut for it. A model that does
-    not generate (``generates`` is False) needs no room. Raises PromptTooLongError if there is too little room; the
-    error has the token counts.
+    After a truncation, there must be room for the whole answer, because the prompt was cut to make that room. A model
+    that does not generate (``generates`` is False) needs no room. Raises PromptTooLongError if there is too little
+    room; the error has the token counts.
     """
     room = 1 if request.cut is None else request.cut.answer_tokens
     if prompt_tokens + (room if generates else 0) <= max_model_len:
@@ -97,7 +97,8 @@ def template_kwargs(job: JobConfig, request: Request) -> dict[str, Any]:
 
 
 def cause(error: BaseException) -> str:
-    """Return type and message of the innermost error; models' processors wrap it in pages of arguments."""
+    """Return the type and message of the innermost error, because models' processors wrap errors in pages of
+    arguments."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"

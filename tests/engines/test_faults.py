@@ -118,7 +118,7 @@ def test_the_words_of_an_outer_error_do_not_count() -> None:
     assert fault_of(outer).kind == "engine_crash"
 
 
-KILLED = "SIGKILL: killed from outside, no sign of memory running out"
+KILLED = "SIGKILL: killed by another process; there is no sign that memory ran out"
 MEMORY = "2% of the memory was free shortly before"
 
 
@@ -131,7 +131,7 @@ MEMORY = "2% of the memory was free shortly before"
         (0, "", "engine_crash", "exit code 0: the last words"),
         (-signal.SIGKILL, "", "engine_crash", KILLED),
         (None, "", "engine_crash", KILLED),  # its watcher was killed with it
-        (-signal.SIGKILL, MEMORY, "oom", f"SIGKILL: killed as memory ran out: {MEMORY}"),
+        (-signal.SIGKILL, MEMORY, "oom", f"SIGKILL: killed because memory ran out: {MEMORY}"),
     ],
 )  # fmt: skip
 def test_a_process_that_says_nothing_is_judged_by_its_exit_code(

@@ -172,7 +172,7 @@ TABLE: dict[str, tuple[Any, dict[str, Any]]] = {
     # How it is sent.
     "packed, though nobody asked for that": (
         Refused(200, said(), Content_Encoding="gzip"),
-        failed(message="Content-Encoding is 'gzip'"),
+        failed(message="Content-Encoding 'gzip'"),
     ),
     "not packed": (Refused(200, said(), Content_Encoding="Identity"), ok()),
     "201": (Refused(201, said()), ok()),

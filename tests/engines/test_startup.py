@@ -97,9 +97,12 @@ def test_a_broken_model_is_named_in_one_paragraph(
         ("The NVIDIA driver on your system is too old", "batchkit doctor"),
         ("Free memory on device is less than desired GPU memory utilization", "free it"),
         ("World size is larger than the number of available GPUs (1)", "tensor_parallel_size ×"),
-        ("The quantization method awq is not supported for the current GPU.", "in another one"),
-        ("awq quantization is currently not supported in cpu.", "in another one"),
-        ("Not enough allowed NUMA nodes to bind threads of 2", "lower it"),
+        (
+            "The quantization method awq is not supported for the current GPU.",
+            "in another quantization",
+        ),
+        ("awq quantization is currently not supported in cpu.", "in another quantization"),
+        ("Not enough allowed NUMA nodes to bind threads of 2", "lower tensor_parallel_size"),
         ("Available memory on node 0 (1/2 GiB) is less than desired CPU", "Other programs use"),
         (
             "NUMA binding was requested, but vLLM could not detect",

@@ -372,7 +372,7 @@ def test_the_texts_of_a_pair_are_shown_as_the_model_gets_them(
     ("name", "task", "pooling", "expected"),
     [
         ("classifier", "embed", {}, 'or set engine.options.convert = "embed"'),
-        ("classifier", "score", {}, "has 3 classes, and a model that scores pairs has one"),
+        ("classifier", "score", {}, "has 3 classes, but a model that scores pairs has one class"),
         ("embedding", "classify", {}, "take a model with classes"),
         ("embedding", "token_classify", {}, "take a model with classes for tokens"),
         ("token_classifier", "classify", {}, 'task = "classify": vLLM runs'),

@@ -1,7 +1,7 @@
 """Parts shared by the endpoints of OpenAI's API: JSON bodies, error responses, and the list of models.
 
-See https://platform.openai.com/docs/api-reference. ``vllm serve`` and llama.cpp's server have additions to it. No code
-here touches the network.
+See https://platform.openai.com/docs/api-reference. ``vllm serve`` and llama.cpp's server extend this API. No code here
+touches the network.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Refusal(NamedTuple):
     """An error response: the HTTP status and the server's message.
 
     - ``signs``: the error's code, type and parameter, if the server sent them.
-    - The token counts are None if the server reports none.
+    - ``prompt_tokens``, ``max_model_len``: the prompt's token count and the server's limit; None if not reported.
     """
 
     status: int
@@ -89,7 +89,7 @@ def encoded(body: Mapping[str, Any]) -> bytes:
 
 
 def refusal_of(status: int, content: bytes) -> Refusal:
-    """Read the refusal from an error body, in any of the formats that servers use."""
+    """Read the refusal from the body of an error response, in any of the formats that servers use."""
     try:
         body = parsed(content)
     except ValueError:
@@ -138,8 +138,8 @@ def max_model_len(model: Mapping[str, Any]) -> int | None:
 def known_of(models: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
     """Return the properties of the model ``name`` according to a server's list of models.
 
-    If no entry has this name and the list has only one entry, that entry counts: many servers answer under any name.
-    vLLM lists the model's folder (``root``); llama.cpp lists the model's size once it is loaded.
+    If no entry has this name and the list has only one entry, that entry is used, because many servers accept any name.
+    vLLM lists the model's folder (``root``); llama.cpp lists the model's size once the model is loaded.
     """
     named = [model for model in models if model.get("id") == name] or models
     if len(named) != 1:
@@ -165,7 +165,8 @@ def retry_after_s(value: str | None) -> float | None:
 
 
 def _with_images(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``body`` with the images, sound and videos of its messages, or of its pair, in OpenAI's format."""
+    """Return ``body`` with the images, sound and videos of its messages, or of its query and documents, in OpenAI's
+    format."""
 
     def part(kind: str, found: Any) -> dict[str, Any]:
         if kind == "image":

@@ -47,16 +47,16 @@ class Endpoint:
         self._chat_template_kwargs = job.prompt.chat_template_kwargs
         self._selects = job.select.by is not None
         self.seen: dict[str, Any] = {}
-        """What the answers so far have shown about the model."""
+        """Properties of the model that the answers so far have shown, by name."""
 
     @classmethod
     def check_names(cls, params: Mapping[str, Any]) -> None:
         """Check that the API has all parameters in ``params``, because a server would silently ignore an unknown one.
-        Raises RequestError if the API lacks a parameter; the message names it."""
+        Raises RequestError if the API lacks a parameter; the message names the parameter."""
         for name in params:
             if name == "prompt_logprobs":
                 raise RequestError(
-                    "sampling.prompt_logprobs: batchkit does not store them; leave it out"
+                    "sampling.prompt_logprobs: batchkit can't store these; remove this parameter"
                 )
             if name not in cls.parameters:
                 hint = did_you_mean(name, cls.parameters) or f"; it has {', '.join(cls.parameters)}"
@@ -161,8 +161,8 @@ class _ChatAnswer(msgspec.Struct):
     error: Any = None
 
     def ordered(self, n: int) -> list[_Choice]:
-        """Return the choices in order. There must be ``n`` of them (0: any number), or one, because some servers ignore
-        ``n``."""
+        """Return the choices in order. There must be ``n`` choices (0: any number). One choice is also accepted,
+        because some servers ignore ``n``."""
         places = [choice.index for choice in self.choices]
         if not any(place is not None for place in places):
             places = [*range(len(places))]
@@ -197,7 +197,7 @@ class Chat(Endpoint):
 
     def parameters_of(self, request: Request, given: dict[str, Any]) -> dict[str, Any]:
         for name, value in given.items():
-            # JSON would write null for it, and the server would use its default.
+            # JSON has no such number: the body would have null, and the server would use its default.
             if isinstance(value, float) and not math.isfinite(value):
                 raise RequestError(f"sampling.{name}: is {value}, expected a finite number")
         if (response_format := json_form(given.get("structured_outputs"))) is not None:
@@ -237,7 +237,7 @@ def as_shape(answer: Any, shape: type[T]) -> T:
 def usage_in(
     counts: Any, sent: str = "prompt_tokens", answered: str = "completion_tokens"
 ) -> Usage | None:
-    """Return the token counts as Usage; None if the server does not report all of them. A missing count is no error.
+    """Return the token counts as Usage; None if the count of the prompt tokens or of the completion tokens is missing.
 
     ``sent`` and ``answered``: names of the prompt tokens and the completion tokens in ``counts``.
     """
@@ -260,7 +260,7 @@ def json_form(wanted: Any) -> dict[str, Any] | None:
     if wanted.get("json_object") is True:
         return {"type": "json_object"}
     if not isinstance(schema := from_json(wanted.get("json")), Mapping):
-        return None  # vLLM reports what is wrong with it
+        return None  # vLLM reports the schema's error
     return {
         "type": "json_schema",
         "json_schema": {"name": "answer", "schema": schema, "strict": True},

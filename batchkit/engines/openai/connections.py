@@ -122,7 +122,8 @@ class Connections:
         coding = response.headers.get("content-encoding", "identity")
         if coding.strip().lower() != "identity":
             raise NoAnswer(
-                f"{response.url}: Content-Encoding is {coding!r}, but an uncompressed answer was requested"
+                f"{response.url}: the answer is compressed (Content-Encoding {coding!r}), which is not accepted;"
+                " turn off compression in the server or its proxy"
             )
         received = bytearray()
         async for chunk in response.aiter_raw():
@@ -136,7 +137,7 @@ class Connections:
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
         """Yield a client for one request. After a failure the client is discarded.
 
-        httpcore may still count the connection of the interrupted request, and the next request would wait for it.
+        A failed client might make its next request wait, because httpcore may still count the failed connection.
         """
         client = self._idle.pop() if self._idle else self._new()
         try:
@@ -149,8 +150,8 @@ class Connections:
     def _new(self) -> httpx.AsyncClient:
         """Create a client that is used for one request at a time.
 
-        A client with many connections scans all of them for each request. With 64 connections this took seven times as
-        long as all other code here.
+        A client with many connections would scan all its connections for each request. With 64 connections this took
+        seven times as long as all other code here.
         """
         import httpx
 

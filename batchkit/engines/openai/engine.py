@@ -1,21 +1,21 @@
 """An engine that sends requests to a server with OpenAI's API: OpenAI's own, ``vllm serve``, ``llama-server``.
 
 The server runs at ``engine.base_url``, or the run starts it (``own_server.py``). The server makes batches; this engine
-keeps requests in flight. A request without an answer has one of three reasons:
+keeps requests in flight. There are three reasons why a request gets no answer:
 
 - The row is at fault (400, an answer that takes too long). This row fails.
 - Waiting does not help (401, unknown model, no money). EngineError stops the run.
 - The row or the server may be at fault (``NoAnswer``). The row is tried again.
 
-A row that is tried again fails after a few attempts if other rows are answered meanwhile. If the server turned it away
-(429, 502, no connection), it fails after ``give_up_s``. While no row is answered, all requests wait, and one-word
-prompts probe the server (``rate_limiter.py``). After ``give_up_s`` the run stops.
+A row that is tried again fails after a few attempts if other rows are answered meanwhile. If the server rejected the
+row (429, 502, no connection), the row fails only after ``give_up_s``. While no row is answered, all requests wait, and
+one-word prompts probe the server (``rate_limiter.py``). If this lasts longer than ``give_up_s``, the run stops.
 
-A server may be replaced by one with another model without any failed request. This must end the run. So the list of
-models is read again after an outage, after a gap, and before the last answer is returned.
+A server may be replaced by a server with another model without any failed request. This must end the run. Therefore the
+list of models is read again after an outage, after an idle time, and before the last answer is returned.
 
 If a server that the run started ends or does not answer any more, the engine counts as dead: the supervisor starts a
-new one and finds the row that kills it.
+new server and finds the row that kills it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _QUIET_S = 5.0  # shorter outages are not reported
 class OpenAIServerEngine:
     """An engine that keeps up to ``max_num_seqs`` requests in flight at a server.
 
-    Threads: the processor's thread calls every method; a second thread runs the event loop. Completions
-    arrive in ``_done``; ``_ended`` is set once, after the completions before it.
+    Threads: the processor's thread calls every method; a second thread runs the event loop. The second thread puts
+    completions into ``_done``. It sets ``_ended``, the error that ends the engine, once, after the last completion.
 
     Raises:
         JobError: An option or sampling parameter is wrong, or the server's program is missing.
@@ -210,7 +210,7 @@ class OpenAIServerEngine:
             try:
                 await self._remote.check_model()
             except (NoAnswer, RowError):
-                pass  # the server is away now, but this answer came before
+                pass  # the server does not answer now, but this answer came before
             except EngineError as error:
                 self._unchecked.clear()  # these answers may come from another model
                 self._end(error)
@@ -230,8 +230,8 @@ class OpenAIServerEngine:
         """Send the request until there is an answer or an error of this row.
 
         Attempts are counted from the first failure. The row is at fault if the server has answered another request that
-        was sent after this failure. A busy server turns rows away while it answers others; these rows fail only after
-        ``give_up_s``.
+        was sent after the first failure. A busy server rejects some rows while it answers others; a rejected row fails
+        only after ``give_up_s``.
         """
         tries, since = 0, 0.0
         while True:
@@ -305,8 +305,8 @@ class OpenAIServerEngine:
         return 0.0 if since is None else time.monotonic() - since
 
     def _trouble(self) -> str:
-        """Return the server's error if an outage has lasted for some seconds, otherwise "". Report it in growing
-        intervals."""
+        """Return the server's error if an outage has lasted for some seconds, otherwise "". Also report the error as an
+        event, at growing intervals."""
         silence_s, where = self._silence_s, self._remote.base_url
         if silence_s < _QUIET_S:
             if self._next_report_s > _QUIET_S:
@@ -328,8 +328,8 @@ class OpenAIServerEngine:
         While requests run, the limit is at least ``run.row_timeout_s``, because they may still be answered.
 
         Raises:
-            EngineDied: the run started the server, so a new one may help.
-            EngineError: the server is somebody else's.
+            EngineDied: The run started the server, so a new server may help.
+            EngineError: The run did not start the server.
         """
         limit_s = self._options.give_up_s
         if self._limiter.running:
@@ -391,7 +391,7 @@ def _own_server(job: JobConfig, options: ServerOptions, log: Path | None) -> Own
     if table.command is not None:
         return OwnServer(
             job, table.command, {"max_num_seqs": 1}, log=log
-        )  # a fixed command can't be reduced
+        )  # batchkit can't reduce the memory use of a given command
     command = llama_server(
         job.engine.model,
         max_model_len=options.max_model_len or 0,  # options_of checked that it is set

@@ -20,8 +20,8 @@ _NOT_EXTRA = {
         "endianness",
     ),  # these change the number format, so vectors would be decoded wrongly
 }
-# Parameters that llama.cpp's server silently ignores, with its own name for some of them. JSON output is
-# sent as response_format, which it supports; this entry is for other structured outputs.
+# Parameters that llama.cpp's server silently ignores, with its own name for some of them. The entry
+# "structured_outputs" is not for JSON output, which is sent as response_format; llama.cpp's server supports that.
 _LLAMA_CPP_LACKS = {
     "repetition_penalty": "repeat_penalty",
     "structured_outputs": "grammar",
@@ -37,7 +37,7 @@ _LLAMA_CPP_LACKS = {
 
 class ServerOptions(Table):
     max_num_seqs: PositiveInt = 32  # concurrent requests
-    give_up_s: Seconds = 300.0
+    give_up_s: Seconds = 300.0  # the run stops if no row is answered for this long
     max_model_len: PositiveInt | None = None  # tokens per request, if the server reports none
     extra_body: dict[str, Any] = Field({})  # fields that override each request's body
     drop: list[str] = Field([])  # fields to leave out of each body

@@ -41,11 +41,11 @@ _ERROR = re.compile(r"error|exception|assert|fatal|failed", re.IGNORECASE)
 
 
 class OwnServer:
-    """The server started by ``command``, on its own port. ``start`` starts it; a fork server (``isolation/``) ends it
+    """A server that ``start`` starts with ``command``, on its own port. A fork server (``isolation/``) ends the server
     with the run.
 
-    - ``log``: file to which its output is appended (default ``engine.log``).
-    - ``limits`` (attribute): options that determine how much memory it claims at start.
+    - ``log``: file to which the server's output is appended (default ``engine.log``).
+    - ``limits``: options that determine how much memory the server claims at start, for the error if it does not start.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class OwnServer:
         except TimeoutError:
             url = f"http://{HOST}:{self._port}{self._table.health}"
             how = (
-                f"not ready at {url} after {limit_s:g} s (engine.server.start_timeout_s); does the"
-                " command pass it that port?"
+                f"not ready at {url} after {limit_s:g} s (engine.server.start_timeout_s); check that the"
+                " command passes this port to the server"
             )
             raise self._failed(how, Fault("engine_crash", "timeout", how)) from None
         finally:
@@ -169,19 +169,19 @@ def _found(name: str) -> str | None:
 
 
 class ClaimedPort(NamedTuple):
-    """A reserved port ``number``. No run gives it to another server until ``claim`` is closed."""
+    """A reserved port ``number``. No other run on this machine uses the port until ``claim`` is closed."""
 
     number: int
     claim: socket.socket
 
 
 def claimed_port(ports: Iterable[int] = ()) -> ClaimedPort:
-    """Reserve a free port from ``ports``. By default, take any port below the ephemeral range, where the system itself
-    picks none.
+    """Reserve a free port from ``ports``. By default, take any port below the ephemeral range, because the system
+    itself picks no port there.
 
-    Two runs must never get the same port. A server may load for minutes before it binds its port; meanwhile its run
-    would send rows to the other run's server. So the port is reserved by a Linux abstract socket whose name contains
-    it. All users see the name, and it disappears with the process.
+    Two runs must never get the same port: a server may load for minutes before it binds its port, and its run would
+    meanwhile send rows to the other run's server. Therefore the port is reserved by a Linux abstract socket whose name
+    contains the port. All users see the name, and the name disappears when this process ends.
 
     Raises:
         EngineError: No port is free.
@@ -200,7 +200,7 @@ def claimed_port(ports: Iterable[int] = ()) -> ClaimedPort:
 
 
 def _cause(log: str) -> str:
-    """Return the last line of ``log`` about memory; without one, the last line about an error."""
+    """Return the last line of ``log`` about memory or, if there is none, the last line about an error."""
     lines = [" ".join(line.split()) for line in reversed(log.splitlines())]
     errors = (
         line

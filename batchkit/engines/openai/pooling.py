@@ -65,7 +65,7 @@ class _Endpoint(Endpoint):
         return Completion(request, (), _usage(found.usage), latency_s, pooled=pooled)
 
     def pooled_of(self, request: Request, answer: _PoolingAnswer) -> Pooled:
-        """Return the vector, the class or the scores in the answer. Raises ShapeError or RowError as
+        """Return the vector, the class or the scores in the answer. Raises ShapeError or RowError like
         ``completion_of``."""
         raise NotImplementedError
 
@@ -91,18 +91,19 @@ class Embeddings(_Endpoint):
         if wanted is not None and found != wanted:
             raise InvalidOutputError(
                 f"the vector has {found} dimensions, but pooling.dimensions is {wanted}: the"
-                " server does not support `dimensions`, or its model has only one size; leave it out"
+                " server does not support `dimensions`, or its model has only one size; remove"
+                " pooling.dimensions from the job"
             )
         if wanted is None and found != (usual := self.seen.setdefault("dimensions", found)):
             raise InvalidOutputError(
                 f"the vector has {found} dimensions, but vectors of other rows have {usual}: one model"
-                " gives vectors of one size; does the server have several models under this name?"
+                " gives vectors of one size; check that the server has only one model under this name"
             )
         return Pooled(vector=vector.tobytes())
 
 
 class Classify(_Endpoint):
-    """The endpoint ``/classify`` of ``vllm serve``. It is next to ``/v1``, not below it."""
+    """The endpoint ``/classify`` of ``vllm serve``. Its path does not begin with ``/v1``."""
 
     task = "classify"
     parameters = ("add_special_tokens", *_OF_ALL)
@@ -185,7 +186,7 @@ def _vector(found: str | list[float] | None) -> np.ndarray[Any, Any]:
                 over="ignore"
             ):  # infinite values are refused when the vector is stored
                 vector = np.array(found or (), "<f4")
-    except ValueError as error:  # binascii.Error is one
+    except ValueError as error:  # binascii.Error is a ValueError
         raise ShapeError(f"data[0].embedding: is not base64 of float32: {error}") from None
     if not len(vector):
         raise ShapeError("data[0].embedding: has no numbers")

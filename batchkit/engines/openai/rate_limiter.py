@@ -10,7 +10,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 MOST_FAULTS = 3
-"""Attempts until a row fails while other rows are answered; also failures in sequence until requests wait."""
+"""Number of attempts after which a row fails if other rows are answered. Also the minimum number of failures in
+sequence that opens the limiter."""
 GROWTH = 0.25
 """Increase of the limit per answer: from 1 back to 32 takes about 120 answers."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -18,7 +19,7 @@ LEAST_RETRY_AFTER_S = 0.1
 
 
 class Why(Enum):
-    """A kind of reason why an attempt gave no answer."""
+    """The reason why an attempt gave no answer."""
 
     BUSY = auto()  # rejected: too many requests
     DOWN = auto()  # the server can't be reached
@@ -28,10 +29,10 @@ class Why(Enum):
 
 
 class NoAnswer(Exception):
-    """An attempt without an answer. The row is at fault if other rows are answered, otherwise the server.
+    """An attempt without an answer. The row is at fault if other rows are answered; otherwise the server is.
 
-    - ``stops``: message with which the run stops if every request is refused in this way.
-    - ``retry_after_s``: delay that the server asked for.
+    - ``stops``: message with which the run stops if every request is refused in this way; None if it does not stop.
+    - ``retry_after_s``: delay that the server asked for; None if it asked for none.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class NoAnswer(Exception):
 
 
 class RequestSlot(NamedTuple):
-    """A permit to send one request, granted at the time ``since``."""
+    """A permit to send one request, granted at ``since`` (the event loop's time in seconds)."""
 
     since: float
     is_probe: bool
@@ -56,7 +57,7 @@ class RequestSlot(NamedTuple):
 def pause_s(tries: int) -> float:
     """Return the seconds to wait after ``tries`` failures in sequence.
 
-    The time doubles with each failure. It is jittered, so that rows and runs that failed together do not retry
+    The time doubles with each failure. The time is jittered, so that rows and runs that failed together do not retry
     together.
     """
     longest = min(FIRST_PAUSE_S * 2.0 ** min(tries - 1, 16), LONGEST_PAUSE_S)
@@ -64,16 +65,18 @@ def pause_s(tries: int) -> float:
 
 
 class RateLimiter:
-    """A limiter of concurrent requests to one server. Use it from one event loop only; any thread may read.
+    """A limiter of concurrent requests to one server. Use it from one event loop only; any thread may read its
+    attributes.
 
     At most ``most`` requests run at a time. This limit is halved when the server reports that it is busy or when a
     request times out, and grows with each answer.
 
-    The limiter opens, like a circuit breaker, in three cases: the server can't be reached, it refuses a request for a
-    reason that may apply to all, or it fails as often in sequence as requests are running. While the limiter
-    ``is_open``, one probe at a time is sent, after growing pauses, until one is answered.
+    The limiter opens, like a circuit breaker, in three cases: the server can't be reached; the server refuses a request
+    for a reason that may apply to all requests; or the number of failures in sequence reaches the number of running
+    requests (at least 3). While the limiter ``is_open``, one probe at a time is sent, after growing pauses, until one
+    is answered.
 
-    ``longest_wait_s``: maximum delay that a server may ask for.
+    ``longest_wait_s``: maximum delay in seconds that a server may ask for (at least 30); longer delays are shortened.
     """
 
     def __init__(self, most: int, longest_wait_s: float = LONGEST_PAUSE_S) -> None:
@@ -119,7 +122,7 @@ class RateLimiter:
         self._admit()
 
     def went_well(self, place: RequestSlot) -> None:
-        """Record an answer. It closes an open limiter only if its request was sent after the limiter opened."""
+        """Record an answer. The answer closes an open limiter only if its request was sent after the limiter opened."""
         self.troubled_since = None
         self._limit = min(self._most, self._limit + GROWTH)
         self.newest_answered = max(self.newest_answered, place.since)

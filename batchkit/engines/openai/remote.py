@@ -100,10 +100,10 @@ class Remote:
         return status < 500
 
     async def reach(self) -> None:
-        """Check that the server answers and accepts the key. Wait up to ``START_S`` if it is just starting.
+        """Check that the server answers and accepts the key. Wait up to ``START_S`` if the server is just starting.
 
         Raises:
-            EngineError: it does not; the message has the address and the remedy.
+            EngineError: The server does not answer, or refuses the key; the message says what to do.
         """
         deadline = time.monotonic() + START_S
         while True:
@@ -128,7 +128,8 @@ class Remote:
         return {**body, **self._options.extra_body}
 
     def _endpoint_of(self, request: Request) -> Endpoint:
-        """Return the endpoint of the request's task. It is also used for a batch line written for ``/responses``."""
+        """Return the endpoint of the request's task. A batch line written for ``/responses`` uses this endpoint,
+        too."""
         return self._endpoints[task_of(request.endpoint, self._job.task)]
 
     @property
@@ -228,12 +229,12 @@ class Remote:
         """Read the list of models again if ``recheck_models`` asked for it, and compare the model's properties.
 
         Many servers answer under any requested name, so only the list shows the actual model. A server that no longer
-        lists its models is not checked. If it lists fewer properties than before, it is checked again before the next
-        request: llama.cpp names a model that is still loading, and reports its size afterwards.
+        lists its models is not checked. If the list has fewer properties than before, it is read again before the next
+        request, because llama.cpp lists a model while the model is loading, and reports the model's size afterwards.
 
         Raises:
             EngineError: The server has another model now.
-            NoAnswer: The server is still away.
+            NoAnswer: The server still does not answer.
         """
         if not self._may_differ:
             return
@@ -306,14 +307,14 @@ class Remote:
             return [model for model in models if isinstance(model, Mapping)]
         except (orjson.JSONDecodeError, KeyError, TypeError):
             raise EngineError(
-                f"{url}: not a list of models: {refusal}; does the server speak OpenAI's API?"
+                f"{url}: not a list of models: {refusal}; give the address of a server with OpenAI's API"
             ) from None
 
     async def _exchange(
         self, method: str, url: str, content: Content | None, timeout_s: float
     ) -> Response:
-        """Send an HTTP request and return its response. Raises EngineError, NoAnswer if the response concerns all
-        requests, or there is none."""
+        """Send an HTTP request and return its response. Raises EngineError or NoAnswer if there is no response or it
+        concerns all requests, and RowError if the response is too large or too late."""
         try:
             response = await self._connections.exchange(method, url, content, timeout_s)
         except (NoAnswer, RowTimeoutError):
@@ -349,7 +350,7 @@ class Remote:
                 " followed: give the new address as engine.base_url",
             )
         unpaid = f"{url}: {refusal}; waiting does not help, the account must be paid"
-        how = "is the key for this server?" if self._key else "it is not set"
+        how = "check that the key is for this server" if self._key else "it is not set"
         denied = (
             f"{url}: access refused ({refusal}); the key is read from the environment variable"
             f" {self._job.engine.api_key_env} (engine.api_key_env): {how}"

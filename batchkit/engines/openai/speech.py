@@ -38,8 +38,8 @@ class _SpeechAnswer(msgspec.Struct):
 
 
 class Transcriptions(Endpoint):
-    """The transcription endpoint. Whisper's timestamp tokens are added to its answers, as in the answers of a local
-    model."""
+    """The transcription endpoint. Whisper's timestamp tokens are added to the server's answers, as in the answers of a
+    local model."""
 
     task, table, path = "transcribe", "sampling", "/audio/transcriptions"
     parameters = (
@@ -102,7 +102,7 @@ def _field(name: str, value: Any) -> bytes:
 def _wav(sound: Audio) -> bytes:
     """Return the sound as a WAV file with float samples.
 
-    A vLLM server without ``soundfile`` does not scale 16-bit samples, so the model would get noise.
+    16-bit samples would be noise for the model, because a vLLM server without ``soundfile`` does not scale them.
     """
     data = sound.samples.astype("<f4").tobytes()
     rate, size = sound.sample_rate, 4  # bytes of a sample

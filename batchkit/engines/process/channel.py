@@ -100,7 +100,7 @@ class NotStarted(_Message, frozen=True):
 class Turn(_Message, frozen=True):
     """The requests that were finished in one poll, by number.
 
-    An empty one is sent twice a second to show that the engine is alive.
+    An empty Turn is sent twice a second to show that the engine is alive.
     """
 
     done: Sequence[tuple[int, Completion]]
@@ -119,7 +119,7 @@ OfEngine = Ready | Refused | NotStarted | Turn | Died
 
 
 class Unsendable(Exception):
-    """A message with a value that can't be encoded. None of it was sent."""
+    """A message with a value that can't be encoded. No part of the message was sent."""
 
 
 class Channel:

@@ -65,7 +65,7 @@ def prepare(kind: str) -> None:
 
 
 def _keep_compiled_code() -> None:
-    """Keep torch's compiled code in a cache folder; its default is the temporary folder."""
+    """Keep torch's compiled code in a cache folder instead of torch's default, the temporary folder."""
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         place = caches / "batchkit" / "torchinductor"
@@ -115,7 +115,8 @@ def _serve_one(channel: Channel) -> None:
 
 
 def _serve(inbox: Inbox, engine: Engine, outbox: Outbox) -> bool:
-    """Submit requests, poll, and send completions until the inbox yields None. Return False if the engine died.
+    """Submit requests, poll, and send completions until the inbox yields None. Return False if the engine died,
+    otherwise True.
 
     This thread also sends the heartbeat, so that the heartbeat stops if the engine hangs.
     """
@@ -170,7 +171,7 @@ def _arrived(inbox: Inbox) -> Iterator[Submit | Abort | None]:
 def _burst(inbox: Inbox) -> Iterator[Submit | Abort | None]:
     """Wait for a message, then yield it and all messages that follow within milliseconds.
 
-    Requests that are sent together then start in the same forward pass.
+    In this way, requests that are sent together start in the same forward pass.
     """
     with contextlib.suppress(queue.Empty):
         yield inbox.get(timeout=HEARTBEAT_S)

@@ -53,7 +53,7 @@ class ProcessEngine:
     """The job's engine in a child process, whose output goes to ``engine.log`` in the run folder.
 
     - ``launcher``: starts the child. By default the engine creates a launcher and closes it at the end.
-    - ``memory``: a watch that shows whether the machine ran out of memory. By default a new one.
+    - ``memory``: a watch that shows whether the machine ran out of memory. By default, a new watch.
 
     Raises:
         JobError: The engine's options are invalid.
@@ -135,7 +135,7 @@ class ProcessEngine:
         self._check_sign_of_life()
         if self._death is not None and not done:
             raise self._death
-        return done  # completions before a death count; the next poll raises it
+        return done  # if the engine died after these completions, the next poll raises the error
 
     def abort(self, requests: Sequence[Request]) -> None:
         dropped = set(map(id, requests))
@@ -262,8 +262,8 @@ class ProcessEngine:
 
 
 def _doing(log: str) -> str:
-    """Return what the engine was doing while it loaded, for a message; read from the last line of ``log`` that tells
-    it."""
+    """Return the last step that the loading engine printed to ``log``, for the message "the engine's process died while
+    …"."""
     lines = [line for line in log.splitlines() if line.startswith(DOING)]
     return lines[-1].removeprefix(DOING) if lines else "it loaded"
 

@@ -1,8 +1,8 @@
 """The launcher of engine processes, and the log that they print to.
 
-Importing vLLM takes longer than loading a small model, and the search for a row that kills the engine restarts it many
-times. So one process imports vLLM and forks on request. It never touches a GPU. A fork is like a new process: it holds
-nothing of earlier engines.
+Importing vLLM takes longer than loading a small model, and the search for a row that kills the engine restarts the
+engine many times. So one process imports vLLM and forks on request. This process never uses a GPU. Each fork is like a
+new process, because it has no state of earlier engines.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def log_of(log: Path, engine: str) -> Path:
 
 
 class Launcher:
-    """A starter of processes for one engine. They are forks of a process that has imported the engine's libraries. The
-    first call of ``launch`` starts that process.
+    """A starter of processes for one engine. The processes are forks of a process that has imported the engine's
+    libraries. The first call of ``launch`` starts that process.
 
     - ``log``: file to which the processes' output is appended.
     - ``environment``: variables to add to this process's own.
@@ -51,7 +51,7 @@ class Launcher:
         self._kind = ""
 
     def launch(self, kind: str) -> Child:
-        """Start a process that serves an engine of ``kind`` over its connection. Raises EngineError or StoreError as
+        """Start a process that serves an engine of ``kind`` over its connection. Raises EngineError or StoreError like
         ``isolation``'s ``Server``."""
         if self._server is None or not self._server.is_alive or kind != self._kind:
             self.close()

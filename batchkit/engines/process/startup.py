@@ -1,7 +1,7 @@
 """Messages that explain why a model did not load, with a remedy.
 
-Causes are recognized by the exception's type. Where vLLM, transformers and drivers raise plain ValueError and
-RuntimeError, they are recognized by words in the message. An unknown error is shown unchanged.
+A cause is recognized by the exception's type. If vLLM, transformers or a driver raises a plain ValueError or
+RuntimeError, the cause is recognized by words in the message. An unknown error is shown unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batchkit.engines.faults import points_elsewhere
 # Regular expressions for type names or message words, and the remedies.
 _REMEDIES = {
     r"GatedRepoError|[Gg]ated repo":
-        "It is gated: accept its terms on the hub, then set HF_TOKEN to a token that may read it.",
+        "The model is gated: accept its terms on the hub, then set HF_TOKEN to a token that may read the model.",
     r"RepositoryNotFoundError|is not a valid model identifier|Repo id must be":
         "No such folder here and no such name on the hub: check the spelling; a private model needs"
         " HF_TOKEN.",
@@ -31,7 +31,7 @@ _REMEDIES = {
         " doctor` shows both), or take another model.",
     r"estimated maximum model length is (?P<fits>\d+)":
         "The KV cache is too small for one request of max_model_len: set"
-        " engine.options.max_model_len = {fits} or less, or give it more memory"
+        " engine.options.max_model_len = {fits} or less, or give the cache more memory"
         " (gpu_memory_utilization, kv_cache_memory_bytes, tensor_parallel_size).",
     r"No available memory for the cache blocks|OutOfMemoryError":
         "The weights leave no memory: free the GPU, quantize, spread the model over more GPUs"
@@ -40,20 +40,20 @@ _REMEDIES = {
     r"|Cannot find the config file for|quantization is currently not supported|Minimum capability":
         "The weights, the device or engine.options.dtype don't allow this quantization: leave"
         " engine.options.quantization out (a quantized model names its own), or take the model in"
-        " another one.",
+        " another quantization.",
     r"divisible by (the )?tensor|is larger than the number of available GPUs":
         "The model needs tensor_parallel_size × pipeline_parallel_size GPUs (`nvidia-smi` lists them,"
         " CUDA_VISIBLE_DEVICES hides some), and tensor_parallel_size must divide its number of"
-        " attention heads: lower it, for example to 1 or 2.",
+        " attention heads: lower tensor_parallel_size, for example to 1 or 2.",
     r"NUMA|numa_bind|numactl":
         "On a CPU each of tensor_parallel_size workers takes a NUMA node of its own (`lscpu` lists"
-        " them): lower it, or leave engine.options.numa_bind out.",
+        " them): lower tensor_parallel_size, or leave engine.options.numa_bind out.",
     r"less than (desired|requested)":
         "Other programs use the memory: free it, or lower {claim}.",
     r"any model weights":
-        "The folder has no weights: download them whole (*.safetensors).",
+        "The folder has no weights: download all of the model's *.safetensors files.",
     r"SafetensorError|header too (large|small)|invalid header":
-        "A weight file is damaged, most likely cut off in a download: fetch it again.",
+        "A weight file is damaged, most likely cut off during its download: download it again.",
     r"torchvision::|operator torchvision|Failed to infer device type|CUDA driver version"
     r"|driver on your system is too old|no CUDA-capable device|no kernel image":
         "torch, torchvision, vLLM, the GPU and its driver don't fit each other: `batchkit doctor`"

@@ -1,7 +1,7 @@
 """The transformers engine: ``model.generate`` in batches, with tokens selected by batchkit.
 
-It serves machines without vLLM, and is used to check vLLM's answers. Batches are static: rows of similar length start
-together, each is returned when its answer ends, and the next batch starts when all have ended.
+It is for machines without vLLM, and for checks of vLLM's answers. Batches are static: rows of similar length start
+together, each row is returned when its answer ends, and the next batch starts when all answers have ended.
 
 batchkit selects tokens itself because ``generate`` has one sampling configuration and one random generator per batch,
 while every row has its own. Moreover, ``generate`` returns nothing before the longest row has ended, and its stop
@@ -24,8 +24,8 @@ MAX_NUM_SEQS: int = TransformersOptions.model_fields["max_num_seqs"].default
 
 
 def changing_options(job: JobConfig) -> dict[str, Any]:
-    """Return the attention implementations that are not in force. They may be faster, but may change answers. Raises
-    JobError if the job can't be run."""
+    """Return the attention implementations that the job does not use. They may be faster, but may change answers.
+    Raises JobError if the job can't be run."""
     options = options_of(job)
     attentions = ["sdpa", "flash_attention_2"] if find_spec("flash_attn") else ["sdpa"]
     others = [name for name in attentions if name != (options.attn_implementation or "sdpa")]

@@ -25,8 +25,8 @@ class _Abandoned(Exception):
 
 
 class Batch:
-    """A call of ``model.generate`` for several answers, which pauses after each forward pass until their tokens are
-    chosen.
+    """A call of ``model.generate`` for several answers, which pauses after each forward pass until ``step`` has chosen
+    the tokens.
 
     Threads: ``generate`` runs on a thread of the batch. It never runs at the same time as the caller: each waits on a
     queue for the other.
@@ -50,7 +50,7 @@ class Batch:
         """Run one forward pass, give each unfinished answer its next token, and return the answers that end with it.
 
         Raises:
-            Exception: any error of the model's code; the batch is then over.
+            Exception: Any error of the model's code; the batch is then over.
         """
         if self._chosen is None:
             self._thread.start()
@@ -71,8 +71,8 @@ class Batch:
         return [answer for answer in unfinished if answer.finish_reason is not None]
 
     def end(self) -> None:
-        """Stop the thread that runs ``model.generate`` and wait for it, so that its tensors are freed. No effect if it
-        has ended."""
+        """Stop the thread that runs ``model.generate`` and wait for it, so that its tensors are freed. No effect if the
+        thread has ended."""
         if self._thread.is_alive():
             self._tokens.put(None)
             self._thread.join()
@@ -114,9 +114,9 @@ class Batch:
 def next_batch(waiting: Sequence[BatchAnswer], size: int) -> list[BatchAnswer]:
     """Return up to ``size`` answers of similar length, including the one that has waited longest.
 
-    The answers are sorted by their maximum length first, because a finished row costs as much as the others until its
-    batch ends; then by the length of the prompts, to reduce padding. An answer that must run alone is returned alone
-    once it is the oldest.
+    The answers are sorted by their maximum length, because a finished row takes as much time as the others until its
+    batch ends. Answers with the same maximum length are sorted by the length of their prompts, to reduce padding. An
+    answer that must run alone is returned alone once it is the oldest.
     """
     if waiting[0].runs_alone:
         return [waiting[0]]
@@ -133,7 +133,7 @@ def collate(prompts: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str
     hides the padding. Image tensors are concatenated.
 
     Raises:
-        RuntimeError: this model's images can't be batched (their tensors differ in shape).
+        RuntimeError: This model's images can't be batched (their tensors differ in shape).
     """
     from torch import cat, zeros_like
     from torch.nn.functional import pad
@@ -158,9 +158,9 @@ class BatchAnswer:
     """One of the ``n`` answers to a request, with its tokens so far.
 
     - ``siblings``: all answers to the request.
-    - ``seed``: determines the sampling alone, so that other rows in the batch have no influence.
+    - ``seed``: the only source of randomness, so that other rows in the batch do not change the answer.
     - ``eos_ids``: the model's own end tokens.
-    - ``since``: time of submission.
+    - ``since``: time of submission (``time.monotonic()``).
     - ``runs_alone``: the answer is never batched with others.
     """
 
@@ -175,7 +175,7 @@ class BatchAnswer:
         self._stop_ids = frozenset(prepared.sampling.stop_token_ids or ())
         if not prepared.sampling.ignore_eos:
             self._stop_ids |= eos_ids
-        self._muted = list(self._stop_ids | eos_ids)  # before min_tokens
+        self._muted = list(self._stop_ids | eos_ids)  # forbidden before min_tokens
         self._seed = seed
         self.begin()
 

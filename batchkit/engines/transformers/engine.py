@@ -54,7 +54,7 @@ class TransformersEngine:
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         self._host_memory = HostMemory(job)
         self._submitted: deque[tuple[Request, float]] = deque()
-        self._waiting: list[BatchAnswer] = []  # those that run alone come first
+        self._waiting: list[BatchAnswer] = []  # answers that run alone come first
         self._batch: Batch | None = None
         self._size = self._size_that_worked = options.max_num_seqs
         self._successes = 0
@@ -127,7 +127,7 @@ class TransformersEngine:
         try:
             ended = batch.step()
         except Exception as error:  # the model's own code, and the device's libraries
-            # Without the error itself: its frames hold tensors.
+            # Don't keep the error itself, because its frames hold tensors.
             fault, is_refusal = fault_of(error), isinstance(error, _REFUSALS)
         else:
             if not batch.unfinished:
@@ -162,7 +162,7 @@ class TransformersEngine:
         if not (self._options.shrink_on_oom if is_oom else is_sound(self._loaded.device)):
             raise EngineDied(fault)
         if size == 1:
-            self._size = self._size_that_worked  # it says nothing about the batch size
+            self._size = self._size_that_worked  # one failed row says nothing about the batch size
             answer = unfinished[0]
             self._waiting = _without(self._waiting, answer.siblings)
             latency_s = time.monotonic() - answer.since
@@ -244,7 +244,7 @@ def load_model(
         limits = {"max_num_seqs": options.max_num_seqs}
         raise StartFailed(explain(error, job.engine.model), fault_of(error), limits) from error
     own = model.generation_config
-    # Otherwise the model's own temperature and penalties would apply beneath those of the rows.
+    # Otherwise the model's own temperature and penalties would apply in addition to those of the rows.
     model.generation_config = GenerationConfig()
     listed = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     ends = frozenset(n for n in [*listed, tokenizer.eos_token_id] if n is not None)

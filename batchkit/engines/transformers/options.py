@@ -38,7 +38,7 @@ class TransformersOptions(Table):
     attn_implementation: str | None = None
     max_model_len: PositiveInt | None = None  # None: the model's own
     max_num_seqs: PositiveInt = 8
-    shrink_on_oom: bool = True  # false: the engine dies, as find-bs needs
+    shrink_on_oom: bool = True  # false: the engine dies when memory runs out; find-bs needs this
     revision: str | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
@@ -122,7 +122,7 @@ class Sampling(Table):
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}; lower the one or raise the other"
+                f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}; lower min_tokens or raise max_tokens"
             )
         if self.stop == "":
             raise ValueError("stop: found '', which would end every answer before it begins")
@@ -133,7 +133,7 @@ def sampling_of(values: Mapping[str, Any]) -> Sampling:
     """Return the sampling parameters in ``values`` after a check.
 
     Raises:
-        RequestError: names each parameter that is wrong or that only vLLM supports.
+        RequestError: A parameter is wrong, or only vLLM supports it; the message names each.
     """
     if problems := request_checks.problems_with("sampling", Sampling, values, "transformers"):
         raise RequestError("\n".join(problems))

@@ -23,6 +23,7 @@ class PreparedPrompt(NamedTuple):
     - ``inputs``: tensors by argument name of the model's ``forward``, for a batch of one, on the CPU.
     - ``max_tokens``: the request's limit, or the number of tokens that the prompt leaves in the context if that is
       less.
+    - ``parser``: parser of reasoning and tool calls; None if the job has none.
     """
 
     request: Request

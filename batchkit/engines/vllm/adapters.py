@@ -1,7 +1,7 @@
 """The LoRA adapters of ``[engine.loras]``: their files, and the vLLM options that they need.
 
-vLLM copies a smaller matrix into the corner of a larger one. So an adapter made for another model may load and give
-wrong answers. Therefore this module compares the sizes of the matrices.
+vLLM copies a smaller matrix into the corner of a larger one. Therefore an adapter for another model may load without an
+error and give wrong answers. To prevent this, this module compares the sizes of the matrices.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The highest rank of its matrices."""
+        """The highest rank of the adapter's matrices."""
         its = [shape[0] for name, shape in self.shapes.items() if name.endswith("lora_A.weight")]
         return max(int(self.config["r"]), *its)
 
@@ -60,7 +60,8 @@ class Adapter:
     def request(self) -> Any:
         """The adapter as vLLM's ``LoRARequest``.
 
-        Its name and number are derived from its files, because vLLM's prefix cache uses them as key.
+        The request's name and number are derived from the adapter's files, because vLLM's prefix cache uses both as
+        key.
         """
         from vllm.lora.request import LoRARequest
 
@@ -116,7 +117,7 @@ def check_adapters(adapters: Sequence[Adapter], vllm_config: Any) -> None:
     for adapter in adapters:
         place = f"engine.loras.{adapter.name}: {adapter.folder}"
         if adapter.rank > most:
-            remedy = "raise it, or leave it out"
+            remedy = "raise max_lora_rank, or leave it out"
             problems.append(
                 f"{place}: has rank {adapter.rank}, but engine.options.max_lora_rank is {most}: {remedy}"
             )
@@ -162,7 +163,9 @@ def _adapter_in(name: str, folder: Path) -> Adapter:
     try:
         config = orjson.loads(read_bytes(path))
     except OSError as error:
-        raise _Unusable(f"{path}: {error.strerror or error}; is it an adapter's folder?") from error
+        raise _Unusable(
+            f"{path}: {error.strerror or error}; give the folder of an adapter"
+        ) from error
     except orjson.JSONDecodeError as error:
         raise _Unusable(f"{path}: is not JSON: {error}") from error
     rank = config.get("r") if isinstance(config, dict) else None

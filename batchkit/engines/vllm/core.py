@@ -1,9 +1,9 @@
 """The place where vLLM's engine core (scheduler and model) runs.
 
-On a CPU the core runs in this process, which starts faster. On a GPU, or with very many concurrent requests, it has its
-own process, as with ``vllm.LLM``. There, the Python code of a forward pass is the bottleneck. It must not share the GIL
-with the code that submits requests and reads answers. The variable ``VLLM_ENABLE_V1_MULTIPROCESSING`` overrides this
-(0: in this process).
+On a CPU the core runs in this process, which starts faster. On a GPU, or with very many concurrent requests, the core
+has its own process, as with ``vllm.LLM``. The Python code of a forward pass is then the bottleneck, and must not share
+the GIL with the code that submits requests and reads answers. The variable ``VLLM_ENABLE_V1_MULTIPROCESSING`` overrides
+this (0: in this process).
 
 An error in the core's process would reach this process without its type, so the core writes its cause of death to a
 file.
@@ -27,20 +27,19 @@ from batchkit.engines.faults import Fault, fault_of, fault_of_exit
 from batchkit.engines.memory import MemoryWatch
 
 _MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
-_ITS_OWN = (
-    "01"  # with "1" vLLM also gives a CPU worker its own process, and its errors lose their type
-)
+_ITS_OWN = "01"  # with "1" vLLM also gives a CPU worker its own process, and the worker's errors lose their type
 _CAUSE = "BATCHKIT_CORE_DIED"  # variable with the file's name; the core's process inherits it
 _MANY = 512  # concurrent requests: at 1,024 the Python code of a forward pass takes 13 ms, and sharing the GIL cost 8 %
 _END_S = 5.0
 _LOOK_S = 0.2
-# Maximum length of the temporary folder: vLLM adds 36 characters for a socket, and a socket path may have 107.
+# Maximum length of the temporary folder's path; with a longer path, the core runs in this process. vLLM adds 36
+# characters for a socket, and the path of a socket has at most 107.
 _LONGEST_FOLDER = 70
 
 
 class CoreWatch:
-    """A watch over vLLM's engine core. It decides where the core runs, and finds out why it died. Create it before the
-    LLM."""
+    """A watch over vLLM's engine core. It decides where the core runs, and finds out why it died. Create the watch
+    before the LLM."""
 
     def __init__(self, max_num_seqs: int) -> None:
         from vllm import envs

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 _STUCK_CHECK_S = 1.0
 _TOKEN_LOOK_S = 0.25
-_MOST_TRIES = 3  # attempts to prepare a request again whose images the engine has dropped
+_MOST_TRIES = 3  # attempts to prepare a request again if the engine has dropped its images
 
 
 class _Unprepared(NamedTuple):
     """A request to prepare.
 
-    - ``images``: hashes of images that vLLM's renderer wrongly assumes to be in the engine's cache.
+    - ``unknown_images``: hashes of images that vLLM's renderer wrongly assumes to be in the engine's cache.
     - ``tries``: number of earlier attempts to prepare the request.
     """
 
@@ -119,7 +119,7 @@ class VllmEngine:
                 self._step()
             else:
                 self._complete()
-            if not self._done:  # hand finished requests on first
+            if not self._done:  # return finished requests first
                 self._abort_stuck()
             if time.monotonic() >= deadline:
                 break
@@ -144,7 +144,7 @@ class VllmEngine:
     def _count_unfinished(self) -> int:
         """Return the number of output tokens of the running requests.
 
-        They are counted a few times a second. Between two counts, the tokens of requests that have finished are
+        The tokens are counted a few times a second. Between two counts, the tokens of requests that have finished are
         subtracted.
         """
         now = time.monotonic()
@@ -187,7 +187,8 @@ class VllmEngine:
                 return
 
     def _check_rendering(self) -> None:
-        """Raise EngineDied if rendering hangs: the thread can't be stopped, and later requests would wait forever."""
+        """Raise EngineDied if rendering hangs, because the thread can't be stopped and later requests would wait
+        forever."""
         rendering = self._rendering
         if rendering is None:
             return
@@ -203,7 +204,7 @@ class VllmEngine:
     def _admit_burst(self, timeout_s: float) -> None:
         """Wait for a request, and for others that follow within milliseconds, then add all of them to the engine.
 
-        Otherwise the first one would start alone, and the others would wait until its forward pass ends.
+        Otherwise the first request would start alone, and the others would wait until its forward pass ends.
         """
         self._admit(timeout_s)
         while self._preparing and len(self._running) < self.max_num_seqs:
@@ -216,7 +217,7 @@ class VllmEngine:
         """Add prepared requests to the engine. A request that can't be prepared or is refused becomes a failed
         completion.
 
-        ``wait_s``: how long to wait for the first one.
+        ``wait_s``: how long to wait for the first request.
         """
         while self._preparing:
             try:
@@ -327,7 +328,7 @@ class VllmEngine:
     def _abort_stuck(self) -> None:
         """Abort running requests that got no token for ``run.row_timeout_s``.
 
-        vLLM schedules requests in the order of their arrival, so the first ones are running. With ``n > 1``, one
+        vLLM runs requests in the order of their arrival, so only the oldest requests are checked. With ``n > 1``, one
         request has several entries in vLLM's scheduler.
         """
         now = time.monotonic()
@@ -351,7 +352,7 @@ class VllmEngine:
                 self._abort(self._running[number], tokens, silence_s)
 
     def _pop_aborted(self, found: Prepared | Completion) -> bool:
-        """Return whether the request was aborted, and forget that it was."""
+        """Return whether the request was aborted, and remove it from the aborted requests."""
         return self._aborted.pop(id(found.request), None) is not None
 
     def _drop(self, running: _Running) -> None:
@@ -364,7 +365,7 @@ class VllmEngine:
         self._stepper.forget_aborted()
         error = RowTimeoutError(
             f"no token for {silence_s:.0f} s (run.row_timeout_s = {self._row_timeout_s:g}),"
-            f" {tokens} before that"
+            f" after {tokens} tokens"
         )
         latency_s = time.monotonic() - running.since
         self._done.append(Completion(running.prepared.request, latency_s=latency_s, error=error))
@@ -372,8 +373,13 @@ class VllmEngine:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in vLLM's engine. ``numbers``: vLLM's ids of its inputs. ``outputs``: outputs of inputs that have
-    finished."""
+    """A request in vLLM's engine.
+
+    - ``numbers``: vLLM's ids of the request's inputs.
+    - ``outputs``: outputs of the finished inputs, by id.
+    - ``since``: time at which the request was added (``time.monotonic()``).
+    - ``took_s``: seconds from then until all inputs were finished; 0 before.
+    """
 
     prepared: Prepared
     numbers: list[str]
@@ -438,7 +444,7 @@ def _images_of(prompt: Mapping[str, Any]) -> Sequence[str]:
 
 
 def unknown_images(error: Any, prompt: Mapping[str, Any]) -> Sequence[str]:
-    """Return the hashes of images that vLLM expected in its cache from an earlier request."""
+    """Return the hashes of images that vLLM expected in its cache; empty if ``error`` has another cause."""
     if isinstance(error, AssertionError) and "Expected a cached item" in str(error):  # vLLM 0.26
         return _images_of(prompt)
     missing: Sequence[str] = getattr(error, "mm_hashes", ())  # MultiModalCacheMissError

@@ -1,8 +1,8 @@
 """vLLM's LoRA adapter for each request, and a test that rows with and without adapters may share a batch.
 
 vLLM's CPU build (0.32) has a bug: a row without an adapter gets the adapter in the last slot if both kinds of rows are
-in one batch. Answers do not show this, so it is tested when the model is loaded. If the test fails, rows without an
-adapter get an adapter whose weights are all 0.
+in one batch. The answers do not show the bug, so batchkit tests for it when the model is loaded. If the test fails,
+rows without an adapter get an adapter whose weights are all 0.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from batchkit.types import Request
 _PROMPT, _MOST_PROMPT_TOKENS = "The quick brown fox jumps over the lazy dog.", 12
 _TOKENS = 3
 _ALTERNATIVES = 20
-_FAR = 4  # an answer is wrong if it is this many times closer to another one, or above the noise
+# An answer is right if all other adapters' answers are this many times farther away. Differences count if they are this
+# many times larger than the noise.
+_FAR = 4
 _LEAST = 0.01  # log probability; smaller differences show nothing
 
 Answer = Sequence[Mapping[int, float]]
-"""Log probabilities of the most likely tokens at each position. All positions but the last have the same token."""
+"""Log probabilities of the most likely tokens at each position of an answer, by token id."""
 
 
 class Loras:
@@ -72,8 +74,8 @@ class Loras:
             self._zero.cleanup()
 
     def _first_answer(self, adapter: Adapter) -> Answer:
-        """Load an adapter and return its answer to the test prompt. Its name is printed before, in case loading
-        crashes."""
+        """Load an adapter and return its answer to the test prompt. Print its name first, so that engine.log shows it
+        if loading crashes."""
         place = f"engine.loras.{adapter.name}: {adapter.folder}"
         print(f"{DOING}it loaded {place}", file=sys.stderr, flush=True)
         try:

@@ -29,9 +29,9 @@ _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 QUIET = "CRITICAL"
 _INTERNAL = ("task", "requires_token_ids", "late_interaction_params", "output_kind")
 _LIMITS = ("max_tokens_per_query", "max_tokens_per_doc")
-# By vLLM's ``convert_type``: the tasks of a model that got another head, the default first.
+# Tasks of a model whose head vLLM replaces, by vLLM's ``convert_type``; the default task comes first.
 _CONVERTED = {"embed": ("embed", "token_embed"), "classify": ("classify", "token_classify")}
-# What vLLM calls the tasks of a model that can do the job's.
+# By the job's task: vLLM's names of pooling tasks, one of which the model must support.
 _NEEDED = {
     "embed": ("embed",),
     "token_embed": ("token_embed",),
@@ -103,14 +103,16 @@ _SPEEDS = {
     "enable_chunked_prefill": "scheduler_config",
     "enforce_eager": "model_config",
 }
-"""Options that change speed but not answers, and the part of vLLM's config that has the value in force."""
-_MOST_OF_GPU = 0.95  # the share of its memory that tune asks for at most
-_LONG_PROMPT = 0.04  # of max_model_len, where vLLM itself bounds the prefill of long prompts
+"""Options that change speed but not answers, and the part of vLLM's config that has the value in use."""
+_MOST_OF_GPU = 0.95  # maximum share of the GPU's memory that tune tries
+_LONG_PROMPT = (
+    0.04  # share of max_model_len; vLLM's own threshold if it limits the prefill of long prompts
+)
 
 
 def speed_options(job: JobConfig) -> dict[str, Any]:
-    """Return the speed options that the installed vLLM has: for each, the value in force, or a list of other values to
-    try. Raises JobError as ``check_config``."""
+    """Return the speed options that the installed vLLM has: for each, the value in use, or a list of other values to
+    try. Raises JobError like ``check_config``."""
     config = check_config(job)
     from vllm.engine.arg_utils import EngineArgs
 
@@ -144,8 +146,8 @@ def _other_values(job: JobConfig, config: Any) -> Iterator[tuple[str, list[Any]]
 
 
 def changing_options(job: JobConfig) -> dict[str, Any]:
-    """Return options that may make the job faster but change its answers, each with values that are not in force.
-    Raises JobError as ``check_config``."""
+    """Return options that may make the job faster but change its answers, each with values that the job does not use.
+    Raises JobError like ``check_config``."""
     config = check_config(job)
     model, cache = config.model_config, config.cache_config
     found: dict[str, Any] = {}
@@ -189,12 +191,12 @@ def llm_options(job: JobConfig) -> dict[str, Any]:
     options |= lora_options(adapters_of(job), options)
     if not job.generates:
         options.setdefault("runner", "pooling")
-    if job.task in OF_TOKENS:  # vLLM refuses the task of a request that is not the model's
+    if job.task in OF_TOKENS:  # vLLM refuses a request whose task is not the model's
         given = options.get("pooler_config") or {}
         if isinstance(given, Mapping):
             options["pooler_config"] = {"task": job.task, **given}
     if job.engine.reasoning_parser is not None:
-        # A grammar then applies to the answer behind the reasoning; thinking_token_budget needs it, too.
+        # A grammar then applies only to the answer after the reasoning; thinking_token_budget needs the parser, too.
         options["reasoning_parser"] = job.engine.reasoning_parser
     if isinstance(given := options.get("reasoning_config"), Mapping):
         options["reasoning_config"] = _reasoning_config(given)
@@ -221,7 +223,7 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
     are compared with the fields of vLLM's struct.
 
     Raises:
-        RequestError: a name or a type is wrong; the message names the parameter.
+        RequestError: A name or a type is wrong; the message names the parameter.
     """
     import msgspec
     from vllm import SamplingParams
@@ -245,7 +247,9 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
             f"sampling.seed: found {params.seed}, expected an integer of at most 64 bits"
         )
     if params.prompt_logprobs is not None:
-        raise RequestError("sampling.prompt_logprobs: batchkit does not store them; leave it out")
+        raise RequestError(
+            "sampling.prompt_logprobs: batchkit can't store these; remove this parameter"
+        )
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
 
@@ -305,7 +309,7 @@ def pooling_params(
     extra = {name: value for name, value in given.items() if name in limits}
     params = PoolingParams(**{k: v for k, v in given.items() if k not in extra}, task=task)
     if extra:
-        params.extra_kwargs = {**(params.extra_kwargs or {}), **extra}  # where LLM.score looks
+        params.extra_kwargs = {**(params.extra_kwargs or {}), **extra}  # LLM.score reads them there
     return params
 
 
@@ -322,7 +326,7 @@ def check_pooling(job: JobConfig, model_config: Any) -> None:
     """Check the pooling task and its parameters, as far as possible without the model's weights.
 
     Raises:
-        JobError: the model cannot do the job's task, or has no such parameter.
+        JobError: The model cannot do the job's task, or has no such parameter.
     """
     import vllm
     from vllm.exceptions import VLLMValidationError
@@ -350,7 +354,7 @@ def check_task(job: JobConfig, vllm_task: str | None, model_config: Any) -> None
     if vllm_task in _NEEDED[task]:
         if task == "score" and vllm_task == "classify" and labels != 1:
             raise JobError(
-                f'task = "score": {model} has {labels} classes, and a model that scores pairs has one;'
+                f'task = "score": {model} has {labels} classes, but a model that scores pairs has one class;'
                 ' task = "classify" gives the probabilities of its classes'
             )
         return

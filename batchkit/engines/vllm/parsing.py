@@ -54,7 +54,7 @@ def parsing_of(job: JobConfig, tokenizer: Any, model_config: Any = None) -> Pars
 
 
 class Parsing:
-    """The job's parsers of reasoning and tool calls. Raises JobError as ``parsing_of``."""
+    """The job's parsers of reasoning and tool calls. Raises JobError like ``parsing_of``."""
 
     def __init__(self, job: JobConfig, tokenizer: Any, model_config: Any) -> None:
         from vllm.parser import ParserManager
@@ -199,7 +199,7 @@ def _chat_request(request: Request, params: Any) -> Any:
         "parallel_tool_calls": request.parallel_tool_calls,
         **{name: getattr(params, name) for name in ADJUSTED},
     }
-    # Parsers read only the calls of earlier messages: some continue their numbering.
+    # Of earlier messages, parsers read only the tool calls, because some parsers continue the numbering of calls.
     calls = [
         {"role": "assistant", "content": None, "tool_calls": message["tool_calls"]}
         for message in request.messages or ()

@@ -81,7 +81,7 @@ class PoolingRenderer:
         return Prepared(request, inputs, text=text)
 
     def forget(self, images: Iterable[str]) -> None:
-        """Make the next request with one of these images (given by hash) send the image in full, as
+        """Make the next request with one of these images (given by hash) send the image in full, like
         ``VllmRenderer.forget``."""
         self._prompts.forget(images)
 
@@ -192,7 +192,7 @@ class PoolingRenderer:
     def _of_tokens(self, prompt: Mapping[str, Any], matrix: Any) -> Pooled:
         """Return the vectors of the prompt's tokens; for ``token_classify`` also the named entities.
 
-        ``entities`` is None if the prompt has images, or if ``matrix`` does not have one line per token and one column
+        ``entities`` is None if the prompt has images, or if ``matrix`` does not have one row per token and one column
         per label (some reward models).
         """
         if not len(matrix):

@@ -29,10 +29,11 @@ _TOO_LONG = ("input_tokens", "input_text")
 _MOST_COUNTED = (
     2**22
 )  # characters; counting the tokens of a longer prompt takes seconds and much memory
-_CUT_OFF = ("qwen2_audio", "whisper")  # vLLM calls their processors with truncation=True
+# Model types whose processors vLLM calls with truncation=True.
+_CUT_OFF = ("qwen2_audio", "whisper")
 _DEAD_END = (
-    "sampling.structured_outputs: the grammar allows no next token; does each rule of the grammar end,"
-    " unlike `root ::= root`?"
+    "sampling.structured_outputs: the grammar allows no next token; correct each rule that never ends, such as"
+    " `root ::= root`"
 )
 
 
@@ -46,7 +47,9 @@ class EngineInput(NamedTuple):
 class Prepared(NamedTuple):
     """A request in vLLM's format: one input, or several whose outputs form one answer.
 
-    ``text``: text that the model sees. Set only if the record should contain it and vLLM's outputs don't.
+    - ``text``: the text that the model sees; None unless the record needs the text and vLLM's outputs lack it.
+    - ``parser``: parser of reasoning and tool calls; None if the job has none.
+    - ``tries``: number of attempts to prepare the request.
     """
 
     request: Request
@@ -166,8 +169,8 @@ class VllmRenderer:
         return self._renderer.render_cmpl([prompt], tokenization)[0]
 
     def _check_heard(self, request: Request) -> None:
-        """Check that vLLM uses all of the request's sound; it would silently drop the end of long sound. Raises
-        MediaError if the sound is too long."""
+        """Check that no sound of the request is too long, because vLLM would silently drop the end of a long sound.
+        Raises MediaError if a sound is too long."""
         sounds = [clip for clip in request.all_clips if isinstance(clip, Audio)]
         if not sounds or self._model_config.hf_config.model_type not in _CUT_OFF:
             return
@@ -178,8 +181,8 @@ class VllmRenderer:
         for sound in sounds:
             if len(sound.samples) > heard_s * sound.sample_rate:
                 raise MediaError(
-                    f"{sound.in_words}: the model hears {heard_s} s and drops the rest; cut it into"
-                    " parts, one row each"
+                    f"{sound.in_words}: the model hears {heard_s} s and drops the rest; cut the recording"
+                    " into parts, one row each"
                 )
 
     def _params_of_chat(self, request: Request) -> Any:
@@ -238,7 +241,7 @@ def counted(render: Callable[[Mapping[str, Any]], Any]) -> Any:
 
 @contextmanager
 def refusing(request: Request) -> Iterator[None]:
-    """Convert exceptions that vLLM raises in the block, for ``request``, to errors of its row."""
+    """Convert exceptions that vLLM raises for ``request`` in the ``with`` block to row errors."""
     from vllm.exceptions import VLLMValidationError
 
     try:
@@ -296,7 +299,7 @@ def _data_of(request: Request) -> dict[str, Any]:
 
 
 def _as_vllm_has_it(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as vLLM's server would pass it on: placeholders for clips, and its own name for earlier
+    """Return a message as vLLM's server would pass it on: placeholders for clips, and vLLM's name for earlier
     reasoning."""
     found = dict(message)
     if isinstance(content := found.get("content"), list):

@@ -20,8 +20,8 @@ _WRONG_MARK, _MARK = "<|prev|>", "<|startofprev|>"  # vLLM's name for the token,
 
 
 def timestamp_options(job: JobConfig, model_config: Any) -> dict[str, Any]:
-    """Return the vLLM options that make the model follow Whisper's timestamp rules; {} if they can't or need not be
-    applied."""
+    """Return the vLLM options that make the model follow Whisper's timestamp rules; {} if the rules can't or need not
+    be applied."""
     if not _follows_rules(job, model_config):
         return {}
     os.environ[_NEW_RUNNER] = "0"
@@ -80,7 +80,8 @@ class SpeechPrompts:
         return spoken_text
 
     def prompt(self, request: Request) -> Any:
-        """Return the prompt as vLLM's input. Raises RowError."""
+        """Return the prompt as vLLM's input. Raises RowError if the model does not support the sound or the
+        language."""
         from vllm.config.speech_to_text import SpeechToTextParams
 
         speech, (audio,) = request.speech, request.clips
@@ -105,11 +106,11 @@ class SpeechPrompts:
     def _corrected(self, text: str, with_stamps: bool) -> str:
         if text.startswith(_WRONG_MARK) and _WRONG_MARK not in self._marks:
             text = _MARK + text.removeprefix(_WRONG_MARK)
-        if self._is_english_only:  # it was trained without the tokens for language and task
+        if self._is_english_only:  # trained without the tokens for language and task
             text = text.rpartition(_START)[0] + _START + _NO_STAMPS
         if not (with_stamps and self.has_stamps):
             return text
-        # Without the rules, a first timestamp makes the model write the others.
+        # Without the rules, a timestamp at the start makes the model write the other timestamps.
         can_start = not self._rule_ids and _FIRST_STAMP in self._marks
         return text.replace(_NO_STAMPS, _FIRST_STAMP if can_start else "")
 

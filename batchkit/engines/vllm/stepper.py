@@ -1,8 +1,8 @@
 """A driver of vLLM's engine that keeps the device from waiting for Python code.
 
 Between two forward passes, vLLM updates the detokenizer, log probabilities and statistics of each running request, for
-each token. batchkit reads only finished answers. So tokens are collected here, and reach vLLM's output processor when
-their request has ended. Waiting requests are added while the device works.
+each token. batchkit reads only finished answers. So tokens are collected here, and passed to vLLM's output processor
+when their request has ended. Waiting requests are added while the device works.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from batchkit.engines.base import EngineLoad
 class Stepper:
     """A driver that runs the forward passes of ``engine``, a vLLM LLMEngine.
 
-    Tokens of requests with stop strings or log probabilities are processed after each forward pass, because vLLM needs
-    them.
+    It collects a request's tokens, and passes them to vLLM's output processor when the request ends. Requests with stop
+    strings or log probabilities are an exception: vLLM needs their tokens after each forward pass.
 
     ``meanwhile``: called in each forward pass while the device works; it may add requests.
     """
@@ -27,13 +27,13 @@ class Stepper:
         from vllm.v1.engine import EngineCoreEventType
 
         self._engine = engine
-        engine.logger_manager = None  # vLLM's own counters have no reader
+        engine.logger_manager = None  # nothing reads vLLM's own counters
         self._meanwhile = meanwhile
         self._load = EngineLoad(0, 0, 0.0, 0)
         self._preempted = 0
         self._preemption = EngineCoreEventType.PREEMPTED
         self._states = engine.output_processor.request_states
-        # By vLLM's number of the request: its outputs so far, as one.
+        # The outputs so far of each request, merged into one output, by vLLM's request id.
         self._held: dict[str, Any] = {}
         client = engine.engine_core
         self._get_output, client.get_output = client.get_output, self._get
