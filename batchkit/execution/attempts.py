@@ -1,9 +1,9 @@
 """Retries within a run. A request is retried in three cases:
 
-- It failed for a reason that may pass.
+- It failed for a temporary reason.
 - Its prompt was too long; the retry has a shorter one.
-- Its answer lacks what the job needs, and ``retry.reask`` allows to ask again. This means that scoring finds nothing in
-  the answer, or that it fails ``output.parse``. If the retry fails, the row keeps its earlier answer.
+- Scoring finds no prediction in its answer, or ``output.parse`` fails, and ``retry.reask`` allows another request. If
+  the retry fails, the row keeps its earlier answer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Attempts:
     def __init__(self, start: Start, clock: Callable[[], float] = time.monotonic) -> None:
         self._start, self._retry, self._clock = start, start.job.retry, clock
         self._waiting: list[tuple[float, int, Request]] = []  # a heap
-        self._numbers = itertools.count()  # decides between equal times: requests can't be compared
+        # Decides between equal times, because requests can't be compared.
+        self._numbers = itertools.count()
         self._rows: dict[Key, _RetryState] = {}
         self.retried = 0
 
@@ -65,14 +66,14 @@ class Attempts:
         return len(self._waiting)
 
     def pop_due(self) -> Request | None:
-        """Return the request whose backoff ended first; None if all backoffs still last."""
+        """Return the request whose backoff ended first; None if no backoff has ended."""
         if not self._waiting or self._waiting[0][0] > self._clock():
             return None
         return heapq.heappop(self._waiting)[2]
 
     def settle(self, completion: Completion) -> Completion | None:
         """Return the completion that settles the request, or None if the request is retried."""
-        # The usual case, kept fast.
+        # The usual case: nothing was retried and nothing can be asked again.
         if completion.error is None and not (self._rows or self._retry.reask):
             return completion
         key = completion.request.key
@@ -89,7 +90,7 @@ class Attempts:
         return replace(settled, earlier_usage=sum_of(row.spent)) if row.spent else settled
 
     def _retry_later(self, completion: Completion, row: _RetryState) -> bool:
-        """Schedule another attempt at the request if the job allows it. Return whether it does."""
+        """Schedule another attempt at the request if the job allows it. Return True if an attempt is scheduled."""
         if isinstance(completion.error, PromptTooLongError):
             return self._shorten(completion.request, completion.error, row)
         reasks = self._retry.reask and isinstance(completion.error, InvalidOutputError)

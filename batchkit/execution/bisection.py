@@ -57,8 +57,8 @@ class Suspects(Generic[T]):
         return sum(len(group.requests) for group in self._groups)
 
     def record_death(self, in_flight: Sequence[T], cause: str) -> T | None:
-        """Record that the engine died while ``in_flight`` ran. Return the poison row if this proves it, otherwise
-        None."""
+        """Record that the engine died while ``in_flight`` ran. Return the poison row if this death proves one,
+        otherwise None."""
         if not self:
             self._without_quarantine = True
         replayed, self._replaying = self._replaying, None

@@ -61,7 +61,7 @@ class EngineNotes:
             if forget_other_reductions(noted, input_hash(options)):
                 self.hear(
                     Line(
-                        "the engine options have changed, so the settings that an earlier start reduced after out of memory are not used"
+                        "the engine options have changed, so the settings that an earlier start reduced because memory ran out are not used"
                     )
                 )
             found[name] = EngineHistory(0, list(noted.engine_reductions), name)

@@ -23,7 +23,8 @@ from batchkit.storage.index_set import IndexSet
 
 
 class Grouping(NamedTuple):
-    """The engines of a job in groups. The engines of one group are loaded together; the groups are loaded in turn.
+    """The engines of a job in groups. The engines of one group are loaded together; the groups are loaded one after
+    another.
 
     - ``groups``: engine names. The first name of a group is in no other group, and identifies the group.
     - ``why``: reason for the groups, for the log; "" if the job has one engine.
@@ -129,7 +130,8 @@ class Turns:
     def next(self) -> tuple[Sequence[str], IndexSet]:
         """Return the engines to load next, and the indexes of all paused rows.
 
-        They are the engines of the group that most paused rows need. Rows that need another group will be paused again.
+        The engines are those of the group that most paused rows need. Rows that need another group will be paused
+        again.
         """
         engine = max(self._paused, key=lambda name: len(self._paused[name]))
         due = reduce(or_, self._paused.values())

@@ -52,14 +52,14 @@ class Load(NamedTuple):
     """The summed load of one or several engines at their last poll."""
 
     window: int = 0  # maximum number of requests in flight
-    in_flight: int = 0
-    running: int = 0
-    waiting: int = 0
+    in_flight: int = 0  # requests submitted to the engines and not yet answered
+    running: int = 0  # requests in flight that an engine computes
+    waiting: int = 0  # requests in flight that wait in an engine's queue
     kv_cache_usage: float = 0.0  # share from 0 to 1; of several engines, the highest
     preemptions: int = 0  # since the start
     unfinished_tokens: int = 0  # output tokens of requests that still run
     retried: int = 0  # retries of rows since the start
-    trouble: str = ""  # of several engines, the first one's
+    trouble: str = ""  # a server's error, or ""; with several engines, the first one
 
     def __add__(self, other: Load) -> Load:  # type: ignore[override]
         fullest = max(self.kv_cache_usage, other.kv_cache_usage)

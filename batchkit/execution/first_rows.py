@@ -84,9 +84,9 @@ def _has_line_for(job: JobConfig, rows: Iterable[Row]) -> bool:
 
 
 class FirstFailures:
-    """A check during a run: do all of its first rows fail for the same reason, which no retry can remove?
+    """A check whether all first rows of a run fail for the same reason, which no retry can remove.
 
-    It is done only in runs that have no answer yet. ``most``: number of rows to check; 0 turns the check off.
+    The check is made only in runs that have no answer yet. ``most``: number of rows to check; 0 turns the check off.
     """
 
     def __init__(self, most: int) -> None:
@@ -342,7 +342,8 @@ def _of_steps(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     for name in ours & first.keys() if job.steps else ():
         yield f"[[steps]]: rows have a field {name!r}; templates get batchkit's value of that name instead"
     for n, step in enumerate(job.steps):
-        key, prompt = f"steps.{step.name}", step.prompt if n else None  # the first is rendered
+        # The first step's prompt was checked by rendering it.
+        key, prompt = f"steps.{step.name}", step.prompt if n else None
         when = [] if step.when is None else [step.when]
         names = names_in(job.of_step(step), prompt, when) - ours - {ROW}
         yield from _absent(key, sorted(names), first)
@@ -370,7 +371,7 @@ def scoring_hints(
 
 
 def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each of ``names`` (from the job's ``key``) that the row ``first`` lacks. It may be
+    """Yield a line for each of ``names`` (from the job's ``key``) that the row ``first`` lacks. The name may be
     misspelled."""
     for name in names:
         if name not in first:
@@ -391,9 +392,9 @@ def _without_number(table: ScoringTable, first: Mapping[str, Any]) -> Iterator[t
 
 
 def _without_reference(table: ScoringTable) -> list[str]:
-    """Return the scorers that need a reference answer but have none: their part of ``[scoring]`` does not name it.
+    """Return the scorers that need a reference answer but have none, because their part of ``[scoring]`` names none.
 
-    Only built-in scorers are checked, because those of other packages may need none.
+    Only built-in scorers are checked, because scorers of other packages may need no reference answer.
     """
     if table.reference_run is not None:
         return []

@@ -35,7 +35,7 @@ POLL_S = 0.05  # longest wait of one poll, so that the loop soon notices signals
 class Loaded(NamedTuple):
     """A loaded engine, with the settings and files from which it was loaded.
 
-    - ``options``: its options, with all reductions.
+    - ``options``: the engine's options, with all reductions.
     - ``reductions``: options that were reduced after out-of-memory errors.
     - ``identity``: hashes of the engine's files.
     - ``commits``: commit hashes of models from the hub.
@@ -51,7 +51,7 @@ class Loaded(NamedTuple):
 class Wanted(NamedTuple):
     """A description of the engine that a lane needs.
 
-    - ``options``, ``identity``: the options and file hashes with which it must be loaded.
+    - ``options``, ``identity``: the options and file hashes with which the engine must be loaded.
     - ``environment``: variables that its process gets in addition to the run's own.
     """
 
@@ -99,7 +99,8 @@ class KeptEngine:
         return load(self.launcher(wanted))
 
     def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:
-        """Take an engine back at the end of a run. Close it unless ``is_idle``: requests may still be in flight."""
+        """Take an engine back at the end of a run. Close the engine unless ``is_idle``, because requests may be in
+        flight."""
         if is_idle:
             self.idle[name] = loaded
         else:
@@ -130,8 +131,8 @@ class Opening(NamedTuple):
 
     hear: Hear  # receives the engines' events
     engines: Engines  # lends idle engines, and gets them back
-    known: Mapping[str, EngineHistory] = MappingProxyType({})  # of earlier starts, by engine
-    guard: Callable[[], AbstractContextManager[None]] = nullcontext  # entered at each model load
+    known: Mapping[str, EngineHistory] = MappingProxyType({})  # from earlier starts, by engine
+    guard: Callable[[], AbstractContextManager[None]] = nullcontext  # surrounds each model load
     # Variables of each engine's process, in addition to the run's own.
     environments: Mapping[str, Mapping[str, str]] = MappingProxyType({})
 
@@ -174,7 +175,7 @@ class Lane:
             if len(self.in_flight) >= self._window.size:
                 break
             if settled and self._requests.will_raise:
-                break  # the input is broken: write these before ``get`` raises the error
+                break  # the input is broken: return these rows before ``get`` raises the error
             rendered = self._next()
             if rendered is None:
                 break
@@ -227,7 +228,8 @@ class Lane:
         return self._engine.versions
 
     def close(self) -> None:
-        """Drop requests in flight and give the engine back. If it is idle, it may be kept for the next run."""
+        """Drop requests in flight and give the engine back. If no request was in flight, it may be kept for the next
+        run."""
         self._opening.engines.put(self.name, self._loaded, is_idle=self._engine.is_idle)
 
     def _next(self) -> Request | Completion | None:
@@ -240,7 +242,7 @@ class Lane:
         return self._requests.get(self.name, 0 if self.in_flight else POLL_S)
 
     def _settled(self, completion: Completion) -> list[Completion]:
-        """Return the completion that settles its request; nothing if the request is retried."""
+        """Return the completion that settles its request; an empty list if the request is retried."""
         if completion.generations is not None:  # a whole row; its requests are settled already
             return [completion]
         if not self._warned and (warning := ignored_tools(completion.request, completion.prompt)):
@@ -337,7 +339,7 @@ def _named(hear: Hear, name: str) -> Hear:
 def check_unchanged(start: Start) -> None:
     """Check that the files of models, functions and prompts have not changed since this start began.
 
-    A worker on another machine may not see all of them. It compares the files that it sees.
+    A worker on another machine may not see all files, and compares only the files that it sees.
 
     Raises:
         EngineError: a file differs.

@@ -38,7 +38,7 @@ _BEGUN = {
 
 
 class Loop:
-    """The main loop of one start. Its thread alone uses the worker pool and the ledger."""
+    """The main loop of one start. Only its thread uses the worker pool and the ledger."""
 
     def __init__(
         self,

@@ -53,13 +53,13 @@ class ProductionBatchProcessor:
         on_change: What to do if the job or its input has changed since the run began: raise
             ChangedError, begin a new run, or keep the records of unchanged rows and run the rest.
         skip_from: Skip rows that have an answer in this run folder.
-        raise_on_failure: Raise FailedRowsError at the end of a call if a row of the job is failed.
+        raise_on_failure: Raise FailedRowsError at the end of a call if a row of the job has failed.
         quiet: Print nothing.
         adjust_sampling: Function that changes the sampling parameters of each row. Not allowed with
             ``workers.count`` or a pooling task. A resume can't compare functions: after a change of the
             function, give the job another name.
         rollout: ``async def solve(row, generate)``, used instead of ``[rollout] function``. Not allowed
-            with ``workers.count``. A resume compares its source code, if Python can read it.
+            with ``workers.count``. A resume compares the source code of the function, if Python can read it.
 
     Raises:
         JobError: the job file can't be read, or its keys are wrong.

@@ -28,8 +28,12 @@ _OPERATIONS = {
 
 
 class Family(NamedTuple):
-    """A metric family. ``field``: its field of Metrics. ``label``: set if it has one value per GPU or per row
-    status."""
+    """A metric family.
+
+    - ``text``: the description for Prometheus.
+    - ``field``: the field of Metrics, or of GpuLoad, that has the value.
+    - ``label``: "gpu" or "status" if the family has one value per GPU or per row status, otherwise "".
+    """
 
     text: str
     field: str

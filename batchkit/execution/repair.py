@@ -39,17 +39,17 @@ def repair(folder: Path, media: Sequence[Path] = ()) -> str:
     The new ``results.jsonl`` leaves out
 
     - lines that are not records;
-    - records at an index that the input does not have, or of another row than the one at their index;
+    - records whose index the input does not have, or at whose index the input now has another row;
     - records whose vector is missing;
     - all but the newest answer of a row.
 
     Rows without a record are pending, and the next start runs them. The new ``steps.jsonl`` leaves out lines that are
-    not generations, or are repeated. A row whose generations are missing keeps its answer, and its record gets their
-    number (``generations_lost``). The old logs are kept with the suffix ``.before-<n>``.
+    not generations, or are repeated. A row whose generations are missing keeps its answer, and its record gets the
+    number of missing generations (``generations_lost``). The old logs are kept with the suffix ``.before-<n>``.
 
     Raises:
-        StoreError: another process holds the folder, the log is missing, a file of vectors can't be read, or
-            the disk fails.
+        StoreError: another process holds the folder, the log is missing, a file of vectors can't be read, or the disk
+            fails.
     """
     with claim(folder) as lock:
         finish_requeue(folder)
@@ -92,7 +92,7 @@ def repair_held(folder: Path, lock: Claim, compared_with: Callable[[Records], Co
     if old_log is not None:
         parts = ", ".join(f"{n:,} {what}" for what, n in left_out.items() if n)
         said += f"; left out: {parts or 'nothing'}; old log: {old_log}"
-    elif damage is not None:  # all lines are whole, yet fewer than the checkpoint counted
+    elif damage is not None:  # all lines are whole, but fewer than at the checkpoint
         said += f"\naccepted as it is: {damage}"
     if too_few:
         said += f"\n{len(too_few):,} rows have lost generations; they keep their answers"

@@ -35,8 +35,8 @@ class RowRequests:
         return self._ahead.get(timeout_s)
 
     def answer(self, completions: Sequence[Completion]) -> None:
-        """Do nothing: these rows make one request each. For this reason ``take_ended`` and ``take_paused`` return
-        nothing."""
+        """Do nothing, because each of these rows makes only one request. For the same reason, ``take_ended`` and
+        ``take_paused`` return nothing."""
 
     def take_ended(self) -> list[Completion]:
         return []
@@ -54,7 +54,7 @@ class RowRequests:
 
 
 Requests = RowRequests | Rollouts
-"""Rollouts if the job has ``[[steps]]`` or a ``[rollout]``, or transcribes."""
+"""The type is Rollouts if the job has ``[[steps]]`` or a ``[rollout]``, or transcribes; otherwise RowRequests."""
 
 
 def requests_of(

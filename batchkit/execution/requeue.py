@@ -40,11 +40,11 @@ _UNFINISHED = f"{REQUEUE}.tmp"
 def requeue(
     folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: bool, keep_records: bool
 ) -> str:
-    """Keep the records of rows that are still among ``rows``, under their new index, and drop the others.
+    """Keep the records of rows that are still among ``rows``, under the rows' new indexes, and drop the other records.
 
-    Two rows are the same if their fields are equal, and also their ids (``by_id``) or their indexes. Generations of
-    changed rows are kept, because such a row may make an equal request again. The old logs are kept next to the new
-    ones. Memory: an index and one or two hashes per row.
+    Two rows are the same if their fields are equal and their ids (with ``by_id``) or indexes (without it) are equal,
+    too. Generations of changed rows are kept, because such a row may make an equal request again. The old logs are kept
+    next to the new ones. Memory: an index and one or two hashes per row.
 
     - ``manifest``: becomes the run's manifest.
     - ``keep_records``: False treats all rows as changed.
@@ -64,7 +64,7 @@ def requeue(
 
 @contextmanager
 def replacing_logs(folder: Path, verb: str) -> Iterator[Path]:
-    """Yield a folder for new logs. They replace the old ones when the block ends without an error.
+    """Yield a folder for new logs. The new logs replace the old logs when the block ends without an error.
 
     The end of the block commits the change; ``finish_requeue`` then moves the files into place. ``verb``: completes
     "can't …" in the error message.
@@ -88,7 +88,8 @@ def replacing_logs(folder: Path, verb: str) -> Iterator[Path]:
 
 
 def finish_requeue(folder: Path) -> str | None:
-    """Move the files that ``replacing_logs`` has committed into place. Return the old log's new name.
+    """Move the files that ``replacing_logs`` has committed into place. Return the old log's new name; None if no log
+    was moved.
 
     A run and a repair call this before they read the log, because the process that wrote the files may have been
     killed.
@@ -111,7 +112,7 @@ def finish_requeue(folder: Path) -> str | None:
                 segment.replace(folder / VECTORS / segment.name)
             sync_folder(folder / VECTORS)
         for name in (STEPS, RESULTS):
-            # False if a killed process has moved it already.
+            # A file is missing if a process that was killed has already moved it.
             if (made / name).exists() and (folder / name).exists():
                 aside = free_name(folder / name, ".before-")
                 (folder / name).rename(aside)
@@ -178,7 +179,7 @@ class _Rows:
 
 
 def _moves(records: Iterable[dict[str, Any]], rows: _Rows, keep_records: bool) -> dict[int, _Move]:
-    """Return the new position of each record's row, by the row's old index."""
+    """Return the new index of each record's row, by the row's old index."""
     moves, changed = dict[int, _Move](), list[tuple[int, str]]()
     for record in records:
         was, key = record["index"], rows.key(record["index"], record["id"])

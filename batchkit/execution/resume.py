@@ -49,7 +49,7 @@ from batchkit.storage.runfolder import Claim, claim, is_run, move_aside
 from batchkit.storage.score_store import SCORES
 from batchkit.types import Record, Row, utc_now
 
-# Changes that alter a row's requests, or have no effect on answers: a recorded answer to an equal request
+# Changes of these keys alter a row's requests or have no effect on answers, so a recorded answer to an equal request
 # stays valid. Keys that change the answer to an equal request (model, seed, ``parse``, ``reask``) are not here.
 _OF_REQUESTS = re.compile(
     r"(input|rollout|select|vars)\.|prompt\.files:|output\.(keep|prompt|choices):"
@@ -95,7 +95,7 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
     with ExitStack() as held:
         lock = held.enter_context(claim(folder))
         if _must_move_aside(start, source, new, messages):
-            # Moves the lock file, too, so the new folder needs another claim.
+            # ``move_aside`` moves the lock file, too, so the new folder needs another claim.
             aside = move_aside(folder)
             held.close()
             if job.is_trial:
@@ -287,7 +287,7 @@ def _settle_changes(
     rows = _of_trusted_files(rows, manifest.input)
     check_log(folder)
     renewed = manifest.renewed(new, has_records=holds)
-    renewed.skipped_elsewhere = 0  # those rows may have changed, too
+    renewed.skipped_elsewhere = 0  # the rows that were skipped may have changed, too
     if (folder / SCORES).exists():  # stored scores use the old indexes: score all rows again
         renewed.scoring = None
     keeps = holds and is_answered
@@ -296,9 +296,10 @@ def _settle_changes(
 
 
 def _of_trusted_files(rows: Iterator[Row], then: Sequence[FileFingerprint]) -> Iterator[Row]:
-    """Yield ``rows`` without those whose file changed while an earlier start read it (for example pages of a PDF).
+    """Yield ``rows``, except rows whose file (for example a PDF) changed while an earlier start read it.
 
-    The records of these rows have the hash of the old file, but may answer the content of the new one.
+    These rows are left out because their records have the hash of the old file, but may answer the content of the new
+    file.
     """
     changing = [file.read_as.partition(": ") for file in then if file.sha256 == CHANGING]
     names = {name for kind, _, name in changing if kind in ROWS_ARE_FILES}

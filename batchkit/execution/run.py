@@ -38,7 +38,7 @@ def start_run(
 ) -> Outcome:
     """Run the rows of ``source`` (default: the job's own input) that have no record yet.
 
-    - ``kept``: loaded engines; one that matches is reused.
+    - ``kept``: loaded engines; an engine that matches the job is reused.
     - ``stop``: a stop request whose signals the caller handles.
 
     Raises:
@@ -77,7 +77,7 @@ def _check_before(start: Start, source: Input) -> None:
             f"rows from an iterator can be read only once, but {why}; pass a list of rows"
         )
     if start.options.fresh or start.options.on_change == "new":
-        # A mistyped option must show before the folder is moved aside.
+        # Report a mistyped option before the folder is moved aside.
         for name in job.engine_names:
             open_preflight(job.with_engine(name))
 

@@ -152,7 +152,7 @@ class Progress:
         self._write(text.strip().replace("\n", "\n    "))
 
     def update(self, metrics: Metrics, trouble: str = "", *, force: bool = False) -> None:
-        """Draw the bar, and write a plain line if one is due. ``trouble``: text before both, for example a server's
+        """Draw the bar, and write a plain line if one is due. ``trouble``: text to show first, for example a server's
         error."""
         now, counts = time.monotonic(), _counts(metrics)
         if not self._samples:

@@ -36,7 +36,7 @@ class Selection:
     def chosen(self, completion: Completion, *, parses: bool) -> Completion:
         """Return the completion with ``selected`` set, if it has several choices and at least one of them is an answer.
 
-        If it is an answer of ``select.step``, which judges the candidates, and names none of them, it gets an error.
+        An answer of ``select.step``, which judges the candidates, gets an error if it names none of them.
 
         ``parses``: True if the answers must be valid JSON.
         """
@@ -55,7 +55,7 @@ class Selection:
         return replace(completion, selected=best)
 
     def named(self, completion: Completion) -> int | None:
-        """Return the position, from 0, of the candidate that the step's answer names, or None."""
+        """Return the position, from 0, of the candidate that the step's answer names; None if it names none."""
         row = completion.request.row
         found = self._of(completion).found(completion.text, row.fields, row.id)
         try:
@@ -78,14 +78,15 @@ class Selection:
         """Select the first choice with the most frequent prediction; the first choice if none has a prediction."""
         row, scoring = completion.request.row, self._of(completion)
         choices = scoring.table_for(row.fields).choices
-        # By vote: the numbers of the choices, each with the words of its prediction.
+        # By vote: pairs of a choice's number and its prediction.
         cast = defaultdict[str, list[tuple[int, str]]](list)
         for number in numbers:
             found = scoring.found(completion.choices[number].text, row.fields, row.id)
             vote = vote_of(found, choices) if found else None
             if found and vote is not None:
                 cast[vote].append((number, found))
-        most = max(cast.values(), key=len, default=[(numbers[0], "")])  # the first of equal ones
+        # Of equally frequent predictions, the first is selected.
+        most = max(cast.values(), key=len, default=[(numbers[0], "")])
         votes = {same[0][1]: len(same) for same in cast.values()}
         return replace(completion, selected=most[0][0], votes=votes)
 
@@ -101,8 +102,8 @@ class Selection:
             return completion
         n_candidates = len(completion.request.row.fields[CANDIDATES])
         message = (
-            f"select.step: the answer has no number from 1 to {n_candidates}; `extract` of step"
-            f" {self._select.step!r} decides where in the answer batchkit looks for the number"
+            f"select.step: the answer has no number from 1 to {n_candidates}; check `extract` of step"
+            f" {self._select.step!r}, which decides where in the answer batchkit looks for the number"
         )
         return replace(completion, error=InvalidOutputError(message))
 

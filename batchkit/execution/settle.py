@@ -24,7 +24,7 @@ _NO_FIELDS = Raw(b"{}")
 
 
 def resolved(start: Start, completion: Completion) -> Completion:
-    """Return the completion with its choice selected and its JSON parsed. It gets an error if the answer is
+    """Return the completion with its choice selected and its JSON parsed, or with an error if the answer is
     incomplete."""
     parses = completion.request.step in start.parsing
     chosen = start.selection.chosen(completion, parses=parses)
@@ -128,7 +128,7 @@ def to_record(
 
 
 def _raw(value: Any) -> Raw:
-    """Return a value for the record, encoded by orjson; msgspec would write some Python values differently."""
+    """Return a value for the record, encoded by orjson, because msgspec would write some Python values differently."""
     return Raw(encoded(value)[:-1])
 
 
@@ -164,7 +164,7 @@ def _truncated_tokens(completion: Completion) -> int | None:
 
 
 def failed_unless_whole(completion: Completion, vector_dtype: str = "float32") -> Completion:
-    """Return the completion. It gets an error if its answer is cut off, is blank, or can't be stored.
+    """Return the completion, with an error if its answer is cut off, is blank, or can't be stored.
 
     Numbers must be finite. The numbers of a vector must also fit into ``vector_dtype``.
     """

@@ -1,7 +1,8 @@
 """One engine for several runs at the same time, each in its own thread.
 
-Each run has a seat, which implements Engine. Its requests wait in the seat until the engine has room, and their
-completions come back to this seat only. The next request is taken from, in this order of rules:
+Each run has a seat, which implements Engine. A run's requests wait in its seat until the engine has room, and their
+completions return only to this seat. These rules decide from which run the next request is taken; a later rule decides
+between runs that are equal by the earlier ones:
 
 - the run with the lowest rank;
 - the run whose owner has the fewest requests in the engine, so that busy owners get equal shares;
@@ -10,7 +11,8 @@ completions come back to this seat only. The next request is taken from, in this
 A run that ends or is stopped leaves its seat, and the engine stays loaded.
 
 If the engine dies, the request at fault is unknown, and a search among several runs would suspect innocent rows. So
-``on_death`` stops all runs. The caller then resumes each run alone for a while, and each searches among its own rows.
+``on_death`` stops all runs. The caller then resumes each run alone for a while, and each run searches among its own
+rows.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ class EngineClaim:
     """A run's claim to use an engine: who owns the run, and the priority of its requests."""
 
     owner: str
-    rank: tuple[int, ...]  # the lowest goes first; may change while the run works
+    rank: tuple[int, ...]  # requests with the lowest rank go first; may change while the run works
     rows: int  # rows to answer
-    answered: int = 0  # requests
-    engine_s: float = 0.0  # share of the engine's time, by the run's part of the requests in it
+    answered: int = 0  # requests that were answered
+    engine_s: float = 0.0  # the engine's time, in proportion to the run's share of its requests
 
     @property
     def left(self) -> int:
@@ -61,7 +63,7 @@ class SharedEngines:
         self._kept, self._on_death = KeptEngine(log), on_death
         self._environment = environment
         self._shared: dict[str, tuple[SharedEngine, Loaded]] = {}
-        # Held while a model is loaded, so that other runs wait for it.
+        # Held while a model is loaded, so that other runs wait for the model.
         self._lock = threading.Lock()
 
     def of(self, claim: EngineClaim) -> Share:
@@ -121,8 +123,7 @@ class Share:
 
 
 class SharedEngine:
-    """An engine and the seats of its runs. One thread at a time, of a run that waits for answers, polls it for all
-    runs."""
+    """An engine and the seats of its runs. The thread of one run at a time polls the engine for all runs."""
 
     def __init__(self, engine: Engine, on_death: Callable[[], None]) -> None:
         self.engine, self._on_death = engine, on_death
@@ -133,7 +134,7 @@ class SharedEngine:
         # Guards the load, which is read without waiting for the engine.
         self._noting = threading.Lock()
         self._window = Window(engine.max_num_seqs)
-        # By ``id(request)``: runs may share keys.
+        # By ``id(request)``, because requests of different runs may have the same key.
         self._in_flight: dict[int, tuple[Seat, Request]] = {}
         self._of_owner = Counter[str]()  # requests in flight, by owner
         self._load = engine.load()
@@ -163,8 +164,8 @@ class SharedEngine:
     def wait_for_answer(self, seat: Seat, until: float) -> None:
         """Wait until ``seat`` has an answer, or until the monotonic time ``until``.
 
-        Meanwhile this thread serves all runs: it submits their waiting requests, polls the engine, and puts its answers
-        into their seats. If the thread of another run already does this, this one only waits.
+        Meanwhile this thread serves all runs: it submits their waiting requests, polls the engine, and puts the answers
+        into the runs' seats. If the thread of another run already does this, this thread only waits.
         """
         while not seat.inbox and not self.death and (left_s := until - time.monotonic()) > 0:
             if self._lock.acquire(blocking=False):
@@ -193,8 +194,10 @@ class SharedEngine:
             self.engine.close()
 
     def _turn(self, timeout_s: float, worker: Seat | None = None) -> None:
-        """Submit waiting requests, poll the engine once, and put its answers into the seats. ``worker``: the caller's
-        seat."""
+        """Submit waiting requests, poll the engine once, and put its answers into the seats.
+
+        ``worker``: the caller's seat. It is not notified of its answers.
+        """
         if self.death is not None:
             return
         self._charge()
@@ -256,7 +259,7 @@ class SharedEngine:
 
 
 class Seat:
-    """The place of one run at a shared engine. It implements ``Engine`` and is used by the run's thread."""
+    """One run's access to a shared engine. It implements ``Engine`` and is used by the run's thread."""
 
     def __init__(self, shared: SharedEngine, claim: EngineClaim) -> None:
         self._shared, self.claim = shared, claim
@@ -267,7 +270,7 @@ class Seat:
 
     @property
     def max_num_seqs(self) -> int:
-        """The ``max_num_seqs`` of the engine. It is not divided among the runs, because the others may be idle."""
+        """The ``max_num_seqs`` of the engine. It is not divided among the runs, because other runs may be idle."""
         return self._shared.engine.max_num_seqs
 
     def submit(self, request: Request) -> None:
@@ -275,7 +278,7 @@ class Seat:
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         self._shared.wait_for_answer(self, time.monotonic() + timeout_s)
-        # Read before the inbox, which then has all answers before the death.
+        # Read the death first: the inbox then has all answers that came before the death.
         death = self._shared.death
         done = [self.inbox.popleft() for _ in range(len(self.inbox))]
         if death is None or done:

@@ -43,7 +43,8 @@ class StartOptions:
     overrides: Sequence[str] = ()
     adjust_sampling: AdjustSampling | None = None
     rollout: Function | None = None  # used instead of the function that the job names
-    media_holders: Holders | None = None  # runs that share it share ``media.max_memory_bytes``
+    # Runs with the same object share ``media.max_memory_bytes``.
+    media_holders: Holders | None = None
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Make signals set a flag instead of raising, inside the block."""
+        """Inside the block, make signals set a flag instead of raising Interrupted."""
         self._deferred = True
         try:
             yield
@@ -62,7 +62,8 @@ class StopRequest:
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
-        """Make signals raise inside the block, even within ``deferred``; an earlier signal raises now."""
+        """Inside the block, make signals raise Interrupted, even within ``deferred``. If a signal came before, raise
+        Interrupted now."""
         before, self._deferred = self._deferred, False
         try:
             if self.signum is not None:
@@ -134,13 +135,13 @@ class Stop:
         return self._job.budget.price_of(self._tokens(unfinished_tokens), gpu_seconds)
 
     def note_gpus(self) -> bool:
-        """Write the GPU seconds of this start to the manifest object. Return True if the price depends on them, so it
-        must be saved."""
+        """Write the GPU seconds of this start to the manifest object. Return True if the price depends on them, so that
+        the manifest must be saved."""
         self._run.manifest.last_start.gpu_seconds = round(self._job.gpus * self._seconds, 3)
         return self._job.budget.price_per_gpu_hour is not None
 
     def check_budgets(self, unfinished_tokens: int = 0) -> bool:
-        """Set ``by`` if a budget is used up. Return whether the start must stop taking new rows, after a signal too.
+        """Set ``by`` if a budget is used up. Return whether a budget or a signal forbids taking new rows.
 
         ``unfinished_tokens``: output tokens of running requests, which are added to the used tokens.
         """
@@ -152,8 +153,8 @@ class Stop:
     def check_drained(self, in_flight: int) -> bool:
         """Return whether a start that is stopping may end now, without waiting for more rows.
 
-        It may end once no row is in flight, or once the time to finish them is over. If it must wait, the first call
-        prints for how long.
+        The start may end once no row is in flight, or once the time to finish these rows is over. If the start must
+        wait, the first call prints for how long.
 
         ``in_flight``: number of requests that still run.
         """

@@ -54,14 +54,14 @@ class RunSummary:
     # Exit code: 0 all rows ok; 3 some failed; 1 stopped by an error, or rows without a record remain; 130 or
     # 143 interrupted.
     exit: int
-    # The budget that stopped it, for example ``budget.max_seconds = 60``.
+    # The budget that stopped the start, for example ``budget.max_seconds = 60``.
     stopped_by: str | None = None
     price: float | None = None  # None if the job has no price
     uncovered: int = 0  # transcripts that lack text for some of the sound
     # Empty if the start was stopped.
     failures: Sequence[Failure] = field(default=(), repr=False, compare=False)
     source: Input | None = field(default=None, repr=False, compare=False)  # the input of the rows
-    # When the run began; tells it from another run in the same folder.
+    # When the run began; distinguishes the run from other runs in the same folder.
     run: str = field(default="", repr=False, compare=False)
     # False if the task gives no text.
     generates: bool = field(default=True, repr=False, compare=False)
@@ -198,7 +198,7 @@ def notify(
 ) -> None:
     """Run ``command`` with ``summary`` as one line of JSON on its stdin.
 
-    Its output goes to stderr, since stdout is for results. A failure is reported to ``say``.
+    The command's output goes to stderr, because stdout is for results. A failure is reported to ``say``.
     """
     words = words_of(command)
     try:

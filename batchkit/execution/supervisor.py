@@ -4,8 +4,8 @@ It implements Engine, so a lane (``lane.py``) does not notice deaths. Every subm
 poison row with its error. After a death, the requests in flight are replayed in halves (``bisection.py``), and new
 requests wait until this search has ended.
 
-If memory ran out, the next engine gets smaller settings (``engines/memory_ladder.py``). They are undone if the search
-shows that a poison row was the cause.
+If memory ran out, the next engine gets smaller settings (``engines/memory_ladder.py``). The smaller settings are undone
+if the search shows that a poison row was the cause.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ class SupervisedEngine:
         """Queue a row that is most likely harmless. Its answer shows that the engine works, and resets the count of
         deaths.
 
-        Without it, a search that needs many deaths would be given up at ``run.max_engine_restarts``. The row is, by
-        preference, a waiting request, the last answered request (as a probe, whose second answer is dropped), or a
-        suspect.
+        Without this answer, a search that needs many deaths would be given up at ``run.max_engine_restarts``. The row
+        is the first of these that exists: a waiting request, the last answered request (as a probe, whose second answer
+        is dropped), or a suspect.
         """
         if self._held:
             self._suspects.interpose([self._held.popleft()])
@@ -171,7 +171,8 @@ class SupervisedEngine:
             self._suspects.single_out()
 
     def _note_probe(self, completion: Completion) -> bool:
-        """Return whether ``completion`` is the probe's, not a lane's request. A probe that failed is not used again."""
+        """Return whether ``completion`` answers the probe instead of a lane's request. A failed probe is not used
+        again."""
         if completion.request is not self._probe:
             return False
         if completion.error is not None:
@@ -247,14 +248,14 @@ class SupervisedEngine:
     def _judged(self, fault: Fault) -> Fault:
         """Return ``fault``. The second unexplained kill in a row is returned as out of memory.
 
-        A person seldom kills an engine twice, and not every host reports that its kernel killed a process. Two kills
-        are in a row if there were no other death and fewer than ``_STRETCH`` answers in between.
+        The reason is that a person seldom kills an engine twice, and that not every host reports kills by its kernel.
+        Two kills are in a row if there were no other death and fewer than ``_STRETCH`` answers in between.
         """
         comes_again = self._since_kill < _STRETCH
         self._since_kill = 0 if fault.type == _KILLED else _STRETCH
         if not (fault.is_unexplained_kill and comes_again):
             return fault
-        return Fault("oom", fault.type, "killed from outside again; treated as out of memory")
+        return Fault("oom", fault.type, "killed by another process again; treated as out of memory")
 
     def _poison(self, death: EngineDied, in_flight: list[Request]) -> Request | None:
         """Return the poison row if the engine names it, or if the search has proven it; otherwise None."""

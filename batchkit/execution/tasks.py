@@ -66,12 +66,12 @@ class Tasks:
         self._first_failures = FirstFailures(start.job.run.check_rows if looks else 0)
 
     def first(self) -> Row | None:
-        """Return the first pending row, or None. The row stays pending."""
+        """Return the first pending row, or None if there is none. The row stays pending."""
         if self._start.is_retry:
             self._run.ledger.steps.recall(self._attempts)
             rows = self._only(self._attempts)
         else:
-            # Without --skip-from, this start runs those rows, too.
+            # Without --skip-from, this start also runs the rows that an earlier start skipped.
             if self._run.manifest.skipped_elsewhere:
                 self._run.manifest.skipped_elsewhere = 0
                 self._run.save()
@@ -177,7 +177,7 @@ class Tasks:
         return None if total is None else total - done
 
     def some_remain(self) -> bool:
-        """Return whether rows of the whole job have no record.
+        """Return whether some rows of the whole job have no record.
 
         This reads the input, because counts can't tell: rows beyond ``input.limit`` may have records.
         """
@@ -314,7 +314,7 @@ class WatchedInput:
 
 
 def _still_due(run: OpenRun, attempts: Mapping[int, int] | None) -> dict[int, int]:
-    """Return the rows of a retry that still need one, with the number of each row's last attempt.
+    """Return the rows of a retry that still need to be retried, with the number of each row's last attempt.
 
     Before this process locked the folder, another one may have retried rows. It may also have requeued the run, so that
     an index belongs to another row, which has an answer.
@@ -370,9 +370,10 @@ def done_in(folder: Path, job: JobConfig, source: Input) -> Callable[[Row], bool
 
 
 def shared_ids(job: JobConfig, source: Input) -> set[str]:
-    """Return the ids that several rows of the input have. Rows that ``input.where`` leaves out count, too.
+    """Return the ids that several rows of the input have.
 
-    Another run, which is compared by id, may have answered these rows.
+    Rows that ``input.where`` leaves out count, too, because another run, which is compared by id, may have answered
+    them.
     """
     if job.input.where:  # not with rows from Python
         table = job.input.model_copy(update={"where": {}})

@@ -12,7 +12,8 @@ and pixels in host memory. So the window
 - shrinks by a quarter when requests were preempted while others waited, never below ``max_num_seqs``: the engine's
   scheduler handles preemption at a cost of about 3 %, while a window too small costs 20 %.
 
-After a change it waits for ``COOLDOWN_S``, longer than most requests take, to see the effect before the next change.
+After a change, the window stays unchanged for ``COOLDOWN_S``. This is longer than most requests take, so that the
+effect is visible before the next change.
 
 Measured with max_num_seqs 16 and heavy-tailed answer lengths: relative to the adaptive window, a fixed window of 4 gave
 0.46 of the throughput, 8 gave 0.68, 16 gave 0.93. From 24 on the noise was larger than the difference, with a full KV
@@ -36,7 +37,7 @@ MEMORY_LOOK_S = 1.0
 
 
 class Window:
-    """The limit for requests in flight, ``size``. ``fixed``: True never changes it."""
+    """The limit for requests in flight, ``size``. ``fixed``: a size that never changes; None adapts the size."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Window:
     def adapt(self, load: EngineLoad, in_flight: int, max_num_seqs: int) -> str:
         """Change the size if the engine's load requires it. Return a text for the log; "" if the size is unchanged.
 
-        If a restarted engine has another ``max_num_seqs``, the size starts again from this number.
+        If a restarted engine has another ``max_num_seqs``, the size starts again at 1.5 × this number.
         """
         if self._fixed:
             return ""
@@ -78,7 +79,7 @@ class Window:
         if in_flight >= self.size and load.running and load.waiting == 0 and has_room:
             largest = max(2, int(LARGEST * max_num_seqs))
             step = max(1, int(STEP * max_num_seqs))
-            return self._change(min(self.size + step, largest), 1, "the engine's queue ran dry")
+            return self._change(min(self.size + step, largest), 1, "the engine's queue was empty")
         return ""
 
     def _memory(self) -> float:

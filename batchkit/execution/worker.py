@@ -1,7 +1,7 @@
 """A Worker: engines, with everything needed to turn rows into records.
 
 A run on one machine has one Worker, which the run's own thread calls. With ``workers.count``, each process that Ray
-starts has one (``cluster/``). The main loop uses both in the same way.
+starts has a Worker (``cluster/``). The main loop uses ``Worker`` and ``RayPool`` in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batchkit.execution.start import Start
 from batchkit.storage.ledger import RecordLine
 from batchkit.types import Completion, Record
 
-_SHARED_POLL_S = POLL_S / 8  # with several engines, one poll delays the answers of the others
+_SHARED_POLL_S = POLL_S / 8  # with several engines, polling one delays the answers of the others
 
 Returned = SettledLine | PausedRow
 """Lines for the logs, and rows that need another engine to continue."""
@@ -39,8 +39,8 @@ class Worker:
     """Engines that turn rows into log lines.
 
     Every row is returned once, as its record or as paused. If a row has several generations, each of them is returned
-    before the row's record. One thread calls ``fill`` and ``poll`` in turn until ``is_done``. The constructor loads the
-    models.
+    before the row's record. One thread calls ``fill`` and ``poll`` alternately until ``is_done``. The constructor loads
+    the models.
 
     ``engines``: names of the engines to load.
 

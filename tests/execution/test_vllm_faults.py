@@ -71,7 +71,7 @@ def test_the_next_start_takes_the_safe_setting_unless_the_user_has_changed_it(
     ended = run(OWN, "engine.options.max_num_seqs=1", over=3)
     assert_only_failed(ended, calm, {})
     assert (
-        "the engine options have changed, so the settings that an earlier start reduced after out of memory are not used"
+        "the engine options have changed, so the settings that an earlier start reduced because memory ran out are not used"
         in ended.log
     )
     assert "up to 1 requests run at the same time" in ended.log

@@ -16,7 +16,7 @@ from batchkit.execution.window import COOLDOWN_S, LARGEST, LEAST_FREE_MEMORY, Wi
 
 MAX_NUM_SEQS = 16
 PLENTY, SCARCE = 0.5, LEAST_FREE_MEMORY / 2
-DRY, FREE = "the engine's queue ran dry", "4% of memory is free"
+DRY, FREE = "the engine's queue was empty", "4% of memory is free"
 PREEMPTED = {"preempted": 3, "waiting": 5}
 
 

@@ -51,7 +51,8 @@ class Placement(NamedTuple):
 class WorkerReport:
     """The result of a call of ``exchange``: ``lines`` and ``events`` since the last call.
 
-    ``failure``: why the worker can't continue. It is a JobError if every other worker would fail, too.
+    - ``engine``: facts about the loaded engines; None while the models load.
+    - ``failure``: why the worker can't continue. It is a JobError if every other worker would fail, too.
     """
 
     place: Placement
@@ -94,7 +95,7 @@ class Actor:
         self._thread.start()
 
     def exchange(self, tasks: Sequence[Task], taking: bool, written: int) -> WorkerReport:
-        """Take new ``tasks``, wait for settled rows, and return those that were settled since the last call.
+        """Take new ``tasks``, wait for settled rows, and return the rows that were settled since the last call.
 
         - ``taking``: False while the run is stopping, so that no request is submitted.
         - ``written``: how many returned generations the run has written to the ledger since the last call.

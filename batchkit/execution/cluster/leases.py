@@ -1,7 +1,7 @@
 """Leases: which rows each worker on Ray holds, and which rows it gets next.
 
-A worker holds a row until it returns the row's record. If the worker dies, the row is given to another one. The number
-of rows that a worker holds depends on its engine, so a slow worker gets fewer.
+A worker holds a row until it returns the row's record. If the worker dies, another worker gets the row. The number of
+rows that a worker holds depends on its engine, so a slow worker gets fewer rows.
 
 - Near the end of the input, each worker gets a share of the remaining rows, in proportion to the rows that it has
   answered, down to single rows. So all workers end at about the same time.
@@ -45,7 +45,7 @@ class Leases:
 
     @property
     def n_held(self) -> int:
-        """The number of rows that workers hold, including one row that was read but not yet given out."""
+        """The number of rows that workers hold, plus 1 if a row was read but not yet given to a worker."""
         return sum(len(worker.held) for worker in self.workers.values()) + bool(self._next)
 
     @property
@@ -96,7 +96,8 @@ class Leases:
         return tasks
 
     def _suspected(self, number: int) -> Sequence[Task]:
-        """Return suspects for this worker to replay. Empty if it holds a row, or if another worker holds suspects."""
+        """Return suspects for this worker to replay. Empty if this worker holds a row, or another worker holds
+        suspects."""
         worker = self.workers[number]
         if not self._suspects or worker.held or not worker.capacity:
             return ()
@@ -131,7 +132,7 @@ class Leases:
             return worker.capacity
         answered = sum(one.settled + 1 for one in self.workers.values() if one.capacity)
         share = math.ceil((left + self.n_held) * (worker.settled + 1) / answered)
-        # It may be slow, so start with the number that its engine runs at the same time.
+        # A new worker may be slow, so start with the number of rows that its engine runs at the same time.
         if not worker.settled:
             share = min(share, worker.capacity // 2)
         return max(1, share)
@@ -169,10 +170,10 @@ class Life:
 class RayWorker:
     """A worker, which may be restarted as another process, and the rows that its newest process holds.
 
-    - ``lives``: all its processes so far.
+    - ``lives``: all processes of the worker so far.
     - ``capacity``: how many rows it may hold; 0 while its model loads.
-    - ``settled``: how many rows it has returned, as a record or paused. ``rows``: how many records.
-    - ``up_since``: when its engine was first loaded.
+    - ``settled``: how many rows it has returned, as a record or paused. ``rows``: how many of them as a record.
+    - ``up_since``: when its engine was first loaded (``time.monotonic()``); None before.
     """
 
     def __init__(self, number: int) -> None:

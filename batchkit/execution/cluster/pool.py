@@ -35,13 +35,13 @@ HEAVY_ROW_BYTES = 16 * 1024  # smaller rows don't count toward the limit on byte
 class RayPool:
     """The workers of a run with ``workers.count``. It has the interface of Worker.
 
-    The constructor returns once the first worker is ready; the others follow. If a worker dies, another one answers its
-    rows.
+    The constructor returns once the first worker is ready; the others follow. If a worker dies, another worker answers
+    its rows.
 
     ``opening``: how workers open their engines, without settings that belong to a single process.
 
     Raises:
-        JobError: Ray is not installed, or this machine has no room for the workers.
+        JobError: Ray is not installed, or this machine has too few GPUs for the workers.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class RayPool:
             self._held = held.pop_all()
 
     def fill(self, *, taking: bool) -> list[Returned]:
-        """Call ``exchange`` of every worker that has no pending call. With ``taking``, send it rows up to its capacity.
+        """Call ``exchange`` of every worker that has no pending call. With ``taking``, send each of these workers rows
+        up to its capacity.
 
         Raises:
             JobError, EngineError: no worker is left, or none can load the model.
@@ -87,7 +88,7 @@ class RayPool:
                 continue
             if taking and life.place is not None:
                 leased = self._leases.lease(worker.number, self._unread(), self._next_task)
-                # Since the row was read, a worker that died may have written generations of it.
+                # After the row was read, a worker that has since died may have written generations of the row.
                 tasks = [t._replace(known=self._due.known(t.row.index)) for t in leased]
             written, life.written = life.written, 0
             life.call = life.actor.exchange.remote(tasks, taking, written)
@@ -95,7 +96,7 @@ class RayPool:
         return []
 
     def poll(self) -> list[Returned]:
-        """Return the lines from all calls of workers that have returned."""
+        """Return the lines of all calls of ``exchange`` that have ended."""
         import ray
         from ray.exceptions import RayError
 
@@ -118,7 +119,7 @@ class RayPool:
         return lines
 
     def note_written(self) -> None:
-        """Remember that all returned generations are in the ledger; the next call of each worker tells it."""
+        """Remember that all returned generations are in the ledger. The next call of ``exchange`` tells each worker."""
         for worker in self._workers:
             worker.life.written += worker.life.returned
             worker.life.returned = 0
@@ -150,8 +151,8 @@ class RayPool:
                     return worker.life.engine
 
     def _hiring(self) -> Callable[[int], Any]:
-        """Return a function that starts a worker as a Ray actor. Ray itself must not restart it, so that no death is
-        hidden."""
+        """Return a function that starts a worker as a Ray actor. Ray itself must not restart the worker, so that no
+        death is hidden."""
         import ray
 
         made = ray.remote(Actor).options(
@@ -344,10 +345,10 @@ def _weight(task: Task) -> int:
 
 
 def _wait(calls: Sequence[Any], n: int, timeout_s: float) -> list[Any]:
-    """Wait until ``n`` of ``calls`` have ended, at most ``timeout_s``. Return the ended ones.
+    """Wait until ``n`` of ``calls`` have ended, at most ``timeout_s``. Return the calls that have ended.
 
     Raises:
-        Interrupted: a signal came. Ray's compiled code turns this exception into a SystemError, which is turned back
+        Interrupted: a signal arrived. Ray's compiled code turns this exception into a SystemError, which is turned back
             here.
     """
     import ray

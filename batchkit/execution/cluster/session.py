@@ -30,8 +30,8 @@ _OBJECT_STORE_BYTES = 512 * 2**20
 
 @contextmanager
 def session(job: JobConfig) -> Iterator[None]:
-    """Connect to Ray inside the block: to the Ray that the caller has started, to a cluster, or to one started for this
-    run.
+    """Connect to Ray inside the block: to the Ray that the caller has started, to a cluster, or to a Ray that is
+    started for this run.
 
     Raises:
         JobError: Ray is not installed or not running at the address, or this machine has too few GPUs.
@@ -82,7 +82,8 @@ def knock(address: str) -> None:
 
 
 def _private_folder() -> OwnFolder:
-    """Create a private folder to put Ray's own folder into, which Ray makes readable and writable for all users."""
+    """Create a private folder around Ray's own folder, because Ray makes its folder readable and writable for all
+    users."""
     home = tempfile.gettempdir()
     return OwnFolder("ray", home if len(home) <= LONGEST_TMP else "/tmp")
 
@@ -145,7 +146,7 @@ def _own_sigterm() -> Iterator[None]:
     """Restore batchkit's SIGTERM handler after the block. In the block, Ray installs a handler that raises SystemExit.
 
     Raises:
-        Interrupted: SIGTERM came.
+        Interrupted: SIGTERM arrived.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python allows signal handlers only in the main thread
@@ -175,8 +176,8 @@ def _check_gpus(job: JobConfig) -> None:
 def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
     """Return the resources that one worker requests from Ray, by Ray's names.
 
-    By default, ``num_gpus`` is the largest number that one of its engines needs, if the cluster has GPUs. Without GPUs,
-    the cores are divided among the workers, and Ray sets each worker's OpenMP threads to its cores.
+    By default, ``num_gpus`` is the largest number of GPUs that one engine of the worker needs, if the cluster has GPUs.
+    Without GPUs, the cores are divided among the workers, and Ray sets each worker's OpenMP threads to its cores.
 
     ``engines``: names of the engines that the worker loads.
     """
@@ -196,5 +197,5 @@ def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
 
 
 def cause_of(error: Exception) -> str:
-    """Return the error's type and the first 300 characters of its message; Ray's messages fill pages."""
+    """Return the error's type and the first 300 characters of its message, because Ray's messages fill pages."""
     return shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", 300)

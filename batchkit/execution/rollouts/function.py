@@ -32,7 +32,7 @@ from batchkit.types import Choice, Completion, Request
 Prompt = str | Sequence[Mapping[str, Any]]
 _STEP = re.compile(r"\w*", re.ASCII)
 _SCALARS = (type(None), bool, int, float, str)
-_GIVEN = "python "  # prefix of the place of a function that a program passed
+_GIVEN = "python "  # prefix of ``rollout.function`` if a program passed the function
 
 Function = Callable[[Mapping[str, Any], "Generate"], Awaitable[str | dict[str, Any] | Completion]]
 
@@ -65,7 +65,7 @@ def with_function(job: JobConfig, function: Any) -> JobConfig:
     The function's name in the job contains a hash of its source, by which a resume notices changes.
 
     Raises:
-        JobError: it is not a coroutine function, or does not fit the job.
+        JobError: ``function`` is not a coroutine function, or does not fit the job.
     """
     if not inspect.iscoroutinefunction(function):
         raise JobError(
@@ -95,7 +95,7 @@ def loaded_function(name: str) -> Function:
     """Return the function that ``rollout.function`` names.
 
     Raises:
-        JobError: it does not exist, or its module can't be imported.
+        JobError: the function does not exist, or its module can't be imported.
     """
     place, _, attribute = name.rpartition(":")
     if place.startswith(_GIVEN):
@@ -136,7 +136,7 @@ def loaded_function(name: str) -> Function:
 
 
 def _import_file(path: Path) -> Any:
-    """Import the module in ``path``. It is executed each time, because the file may have changed.
+    """Import the module in ``path``. The module is executed at each call, because the file may have changed.
 
     Like a script, the module may import modules from its own folder.
     """
@@ -189,7 +189,7 @@ def _answer(value: Any) -> tuple[str, Any]:
 def _row_error(error: BaseException) -> RowError:
     """Return the row's error after its function raised ``error``.
 
-    A RowError is returned unchanged; for a group of RowErrors, the first one. Any other exception becomes a
+    A RowError is returned unchanged. For a group of RowErrors, the first one is returned. Any other exception becomes a
     RolloutError with its traceback.
     """
     if isinstance(error, BaseExceptionGroup):
@@ -229,7 +229,8 @@ class Generate:
 
         - ``step``: name of this generation in ``steps.jsonl`` and in tables.
         - ``engine``: one of ``[engines]``.
-        - ``chat``: False makes a text the whole prompt, without a chat template. By default it is the user's message.
+        - ``chat``: False makes a text the whole prompt, without a chat template. By default, a text is the user's
+          message.
         - ``sampling``: parameters of ``vllm.SamplingParams``; they override the job's ``[sampling]``.
 
         Raises:
@@ -287,7 +288,7 @@ class Generate:
     def _check(self, step: str, engine: str) -> None:
         if asyncio.get_running_loop() is not self._loop:
             raise RequestError(
-                "generate: was called on another event loop; await it on the one that runs the function"
+                "generate: was called on another event loop; await it on the event loop that runs the function"
             )
         engines = self._start.job.engines
         if engine and engine not in engines:
@@ -323,7 +324,7 @@ def _messages(prompt: Any) -> list[Mapping[str, Any]]:
 
 
 def _json_copy(name: str, value: Any) -> Any:
-    """Return a copy of an argument in JSON's types. Later changes by the function then don't change the request.
+    """Return a copy of an argument in JSON's types, so that later changes by the function don't change the request.
 
     Raises:
         RequestError: the value can't be converted to JSON.

@@ -38,7 +38,10 @@ class Asked(NamedTuple):
 
 
 class OpenRow:
-    """A row in progress. Only the event loop's thread uses it; ``pending`` is an exception, which ``Rollouts`` guards.
+    """A row in progress.
+
+    Only the event loop's thread uses it, except for ``pending``, which other threads also use; ``Rollouts._changed``
+    guards it.
 
     - ``pending``: requests without an answer.
     - ``since``: time of the row's last answer; before the first answer, time of its beginning.
@@ -50,7 +53,7 @@ class OpenRow:
         self._replay = Replay(task, strict=start.job.output.replay == "strict")
         self._calls = Counter[str]()
         self._answered: list[tuple[float, Usage | None, Usage | None]] = []
-        # Of the row's batch line, if a step sent that line's body.
+        # The endpoint of the row's batch line, if a step sent that line's body.
         self._endpoint: str | None = None
         self._n_rendering = 0
         self.pending: dict[Key, Asked] = {}
@@ -78,8 +81,8 @@ class OpenRow:
         return self._replay.fault
 
     def idle_s(self, now: float) -> float:
-        """Return for how many seconds the row has waited neither for a generation nor for rendering; 0 if it waits for
-        one."""
+        """Return for how many seconds the row has waited neither for a generation nor for rendering; 0 while it waits
+        for one of them."""
         return 0.0 if self.pending or self._n_rendering else now - self.since
 
     async def ask(
@@ -113,8 +116,8 @@ class OpenRow:
         return completion
 
     async def opened(self, render: Callable[[], Request]) -> Request:
-        """Render a request in a thread, without sending it. Its media count as memory in use until the row is
-        closed."""
+        """Render a request in a thread, without sending it. Its media count as memory in use until ``close`` is
+        called."""
         request = await self._rendered(render)
         assert request is not None
         return request
@@ -153,7 +156,8 @@ class OpenRow:
             self.since = time.monotonic()
 
     def _with_call(self, request: Request, call: Call) -> Request:
-        """Return ``request`` marked as generation ``call`` of this row, with its hash and the row's attempt number."""
+        """Return ``request`` as generation ``call`` of this row, with the request's hash and the row's attempt
+        number."""
         attempt, asked = self.task.attempt, request_hash(request, self._start.job, call.engine)
         sampling = with_temperature(request.sampling, attempt, self._start.job.retry)
         call = call._replace(request_hash=asked)
@@ -171,10 +175,10 @@ class OpenRow:
 
 
 class Replay:
-    """The recorded generations of one row. After an interruption, each of them answers one request.
+    """The recorded generations of one row. After an interruption, each generation answers one request.
 
     A request is found by a hash of its content, so concurrent calls may come in another order than before. Equal
-    requests are counted (``_hash_of_equal``).
+    requests are counted, so that each gets its own answer (``_hash_of_equal``).
 
     ``fault`` is set if the row made a new request and left a recorded answer unused. There is no fault
 
@@ -197,8 +201,8 @@ class Replay:
     def find(self, call: Call) -> tuple[Call, Mapping[str, Any] | None]:
         """Return ``call`` and its recorded generation.
 
-        If there is no recorded one, return ``call`` with the next unused number, and None. The ledger will store the
-        new generation under this number.
+        If there is no recorded generation, return ``call`` with the next unused number, and None. The ledger will store
+        the new generation under this number.
         """
         times = self._asked[call.step, call.request_hash]
         self._asked[call.step, call.request_hash] += 1
@@ -251,10 +255,10 @@ def _model(engine: EngineTable) -> tuple[Any, ...]:
 
 
 def _hash_of_equal(request_hash: str, times: int) -> str:
-    """Return the hash of a request of which the row has already made ``times`` equal ones.
+    """Return the hash of a request after the row has already made ``times`` equal requests.
 
-    Each of them has another hash. So several samples of one prompt keep their answers, even if some were in flight when
-    the row was interrupted.
+    Each of the equal requests gets a different hash, so that several samples of one prompt keep their answers, even if
+    some were in flight when the row was interrupted.
     """
     if times == 0:
         return request_hash

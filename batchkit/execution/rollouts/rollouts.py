@@ -36,8 +36,8 @@ def _solver_of(start: Start) -> Steps | Rollout | Transcription:
 class Waiting(NamedTuple):
     """Requests that wait for one engine.
 
-    - ``further``: requests of rows that have had an answer.
-    - ``first``: requests of rows that have not.
+    - ``further``: requests of rows that have already received an answer.
+    - ``first``: requests of rows that have received no answer yet.
     """
 
     further: deque[Asked]
@@ -60,17 +60,17 @@ class Rollouts:
 
     ``get`` returns requests for an engine, and the outcome of each row as a Completion with ``generations``.
 
-    - **Begin.** Rows begin when the engines have room, at most ``rollout.concurrency`` at the same time. With
-      ``[[steps]]`` the limit is 4,096 rows, of which 256 may wait for no generation. No row begins while the decoded
-      media in memory exceed ``media.max_memory_bytes``.
-    - **Order.** While there are rows to read, requests of rows that already had an answer are returned first, so that
-      rows end soon. Once the input has been read, they are returned last: then the last rows begin early, and the run
-      ends sooner.
-    - **Pause.** A row is paused if it waits only for engines that are not in ``engines``. It is dropped, and begins
-      again with its recorded generations once its engine is loaded.
+    - **Begin.** Rows begin when the engines have room, at most ``rollout.concurrency`` at the same time. Without
+      ``[rollout]``, the limit is 4,096 rows, of which at most 256 wait for no generation. No row begins while the
+      decoded media in memory exceed ``media.max_memory_bytes``.
+    - **Order.** While there are rows to read, requests of rows that already have an answer are returned first, so that
+      rows end soon. Once the input has been read, these requests are returned last, because the run ends sooner if the
+      last rows begin early.
+    - **Pause.** A row is paused if it waits only for engines that are not in ``engines``. The row is dropped, and
+      begins again with its recorded generations once an engine that it needs is loaded.
 
-    Threads: the event loop's thread runs the coroutines; ``run.render_threads`` render; the worker's thread calls
-    ``get``, ``take_ended``, ``answer`` and ``release``. ``_changed`` guards the state that the event loop and the
+    Threads: the event loop's thread runs the coroutines; ``run.render_threads`` threads render; the worker's thread
+    calls ``get``, ``take_ended``, ``answer`` and ``release``. ``_changed`` guards the state that the event loop and the
     worker share.
 
     ``may_wait``: True if reading ``tasks`` may block.
@@ -121,7 +121,7 @@ class Rollouts:
             if self._error is not None:
                 raise self._error
             while waiting:
-                # A row's generations run one after another, so near the end of the input begin all rows soon.
+                # A row's generations run one after another, so all rows must begin early near the end of the input.
                 line = waiting.first if self._tasks.all_read else waiting.further
                 request, answer = (line or waiting.first or waiting.further).popleft()
                 if not answer.done():
@@ -365,7 +365,7 @@ class Rollouts:
                     self._ended.append(row.failed(error))
         self._fail(
             BlockedError(
-                f"the rollout's code of {name} {fault}. That row has failed; the same command continues"
-                f" with the others. The code was at\n{where}"
+                f"the rollout's code of {name} {fault}. That row has failed; run the same command to"
+                f" continue with the other rows. The code was at\n{where}"
             )
         )

@@ -37,7 +37,7 @@ class RowLoop:
     """An event loop on its own thread, which runs the rows' code.
 
     Threads: the loop's thread runs the rows' code, ``fail``, ``look`` and functions passed to ``soon``. Another thread
-    calls the methods, except ``start``.
+    calls the methods; ``start`` is called on the loop's thread.
 
     - ``fail``: called with an exception that was raised outside of a row's own code.
     - ``look``: called once a second, to end rows that take too long.
@@ -78,7 +78,8 @@ class RowLoop:
     def check_blocked(self, limit_s: float) -> bool:
         """Return whether some code has run for ``limit_s`` without an ``await``.
 
-        The loop must be late in two checks, a second apart, because it also is late after a pause of the whole process.
+        The loop must be late in two checks, one second apart: after a pause of the whole process, it is late only in
+        one.
         """
         now = time.monotonic()
         if now >= self._looked_at + _LOOK_S:
@@ -141,8 +142,8 @@ Render = Callable[[], Request | None]
 class RenderRoom:
     """Threads that render requests, limited by the memory for media.
 
-    While ``held``, the count of decoded media in memory, is full, no rendering begins. Use it on the event loop's
-    thread; only ``is_full`` may be read by others.
+    No rendering begins while ``held``, which counts the decoded media in memory, is full. Use it on the event loop's
+    thread; any thread may read ``is_full``.
     """
 
     def __init__(self, threads: int, held: HeldMedia) -> None:

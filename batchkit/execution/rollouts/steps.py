@@ -69,7 +69,7 @@ class Steps:
     def _candidates(self, done: Sequence[Completion]) -> list[Completion]:
         """Return the answers to select from, one completion each.
 
-        They are the answers of the newest step with several, otherwise the newest step's single answer.
+        They are the answers of the newest step that has several answers; without such a step, the newest step's answer.
         """
         judged = next((each for each in reversed(done) if len(each.choices) > 1), done[-1])
         parses = judged.request.step in self._start.job.parsing
@@ -77,7 +77,7 @@ class Steps:
         return [parsed_or_failed(each) if parses else each for each in chosen]
 
     async def _asked(self, step: StepTable, row: OpenRow, seen: Row) -> Completion | None:
-        """Return the step's completion, or None if it is skipped.
+        """Return the step's completion, or None if the step is skipped.
 
         Raises:
             RowError: the step failed.

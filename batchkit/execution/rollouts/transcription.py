@@ -81,8 +81,8 @@ async def _language(row: OpenRow, recording: Recording) -> str | None:
 
 
 async def _heard(row: OpenRow, recording: Recording, part: SoundPart) -> list[Segment]:
-    """Transcribe a chunk and return its segments. If speech in it got no text, that part is transcribed once more,
-    alone."""
+    """Transcribe a chunk and return its segments. Speech in the chunk for which the answer has no text is transcribed
+    once more, alone."""
     segments = await _asked(row, recording, part.heard, PART)
     sound = recording.sound
     sure = _credible(segments, sound)
@@ -158,7 +158,7 @@ def joined(parts: Sequence[SoundPart], of_parts: Sequence[list[Segment]]) -> lis
 
 
 def coverage_of(segments: Sequence[Segment], sound: Sound) -> Coverage | None:
-    """Return the sound that no segment covers; None if all is covered."""
+    """Return the parts of the sound that no segment covers; None if segments cover all of it."""
     gaps = sound.without(_spans(_credible(segments, sound)), Span(0, sound.seconds))
     if not gaps:
         return None
