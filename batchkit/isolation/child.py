@@ -15,7 +15,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ChildRefusal(Exception):
-    """An error with which a handler refuses to answer a question; ``kind`` tells the client which one."""
+    """An error with which a handler refuses to answer a question. ``kind``: a word by which the client recognizes the
+    reason."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -25,9 +26,13 @@ class ChildRefusal(Exception):
 def answer_all(connection: Connection, answer: Callable[[bytes], Any]) -> None:
     """Answer the questions that arrive over ``connection``, one at a time, until the client ends.
 
-    Each reply is a pair, encoded by ``marshal``. It is "value" and the result of ``answer``, or the kind and the
-    message of an exception: the kind of a ChildRefusal, "memory" for a MemoryError, otherwise "error". After "memory"
-    this process ends, so that the next one starts with little memory in use.
+    Each reply is a pair, encoded by ``marshal``:
+
+    - "value" and the result of ``answer``;
+    - if ``answer`` raises an exception, its kind and its message. The kind is that of a ChildRefusal, "memory" for a
+      MemoryError, otherwise "error".
+
+    After "memory" this process ends, so that the next process starts with little memory in use.
     """
     with contextlib.suppress(EOFError, OSError):  # the caller has ended
         kind = ""
@@ -64,7 +69,7 @@ def die_with_parent(*, is_over: bool = False) -> None:
 
 
 def prctl(option: int, *arguments: int | bytes) -> None:
-    """Call Linux's prctl (man 2 prctl). Raises OSError."""
+    """Call Linux's prctl (man 2 prctl). Raises OSError if the call fails."""
     typed = [ctypes.c_ulong(one) if isinstance(one, int) else one for one in arguments]
     zeros = [ctypes.c_ulong(0)] * (4 - len(typed))
     if ctypes.CDLL(None, use_errno=True).prctl(option, *typed, *zeros) < 0:

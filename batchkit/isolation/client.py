@@ -38,8 +38,8 @@ class Gone(Exception):
 def ask(handler: str, task: str, question: bytes, timeout_s: float) -> tuple[str, Any]:
     """Send ``question`` to this thread's child for ``handler``, and return its reply (see ``child.answer_all``).
 
-    If the child was killed from outside, a new child is asked once. If it was killed because it exceeded its CPU time,
-    it is not replaced.
+    If the child dies, a new child is asked once. A child that was killed because it exceeded its CPU time is not
+    replaced.
 
     ``task``: the child's purpose in words, for messages.
 
@@ -62,10 +62,10 @@ def server_of(handler: str, task: str) -> Server:
     """Return the fork server for ``handler``, which is started on first use and ends when its last reference is
     dropped.
 
-    ``task``: its purpose in words, for messages.
+    ``task``: the server's purpose in words, for messages.
 
     Raises:
-        EngineError: It could not be started.
+        EngineError: The server could not be started.
     """
     with _starting:
         found = _servers.get(handler)
@@ -75,13 +75,13 @@ def server_of(handler: str, task: str) -> Server:
             except Gone:
                 raise EngineError(
                     f"the process for {task} died while starting; memory or the number of processes may be limited."
-                    f" `python -c 'import {handler}'` shows the error"
+                    f" Run `python -c 'import {handler}'` to see the error"
                 ) from None
         return found
 
 
 def _bare(folder: str) -> dict[str, str]:
-    """Return an environment with only library paths and the time zone of this process: other variables may hold
+    """Return an environment with only library paths and the time zone of this process, because other variables may hold
     secrets."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TZ") if name in os.environ}
     return {
@@ -100,10 +100,10 @@ def _bare(folder: str) -> dict[str, str]:
 
 
 class Server:
-    """A fork server, which imports a handler and forks children that run it. Any thread may use it. It ends with this
-    process or with this object.
+    """A fork server, which imports a handler and forks children that run it. Any thread may use it. The server ends
+    when this process ends or this object is deleted.
 
-    - ``task``: its purpose in words, for messages.
+    - ``task``: the server's purpose in words, for messages.
     - ``arguments``: passed to the handler.
     - ``environment``: returns the server's variables, given its ``folder``, which is deleted when the server ends.
     - ``output``: where its printed output goes.
@@ -202,7 +202,10 @@ class Server:
         self._control.settimeout(None)
 
     def _gone(self) -> Gone:
-        """Wait until the server has ended, and return how. It has closed its end of the socket before."""
+        """Wait until the server has ended, and return a Gone with its exit code.
+
+        Call it after the server has closed its end of the socket.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_LAST_WORDS_S)
         return Gone(self._process.returncode)
@@ -212,9 +215,9 @@ class Server:
 
 
 class Child:
-    """A fork of ``server``. It answers one question at a time and ends with this object.
+    """A fork of ``server``. It answers one question at a time, and ends when this object is deleted.
 
-    ``returncode``: set when the process has ended. It stays None if its server ended at the same time.
+    ``returncode``: set when the process has ended. It stays None if the server ended at the same time.
     """
 
     def __init__(self, server: Server, connection: Connection, life: socket.socket) -> None:
@@ -257,7 +260,7 @@ class Child:
     def end(self, timeout_s: float = _END_S) -> bool:
         """Make the server kill the process. Return whether it ended within ``timeout_s``.
 
-        If it ends later, ``returncode`` stays None.
+        If the process ends later, ``returncode`` stays None.
         """
         with contextlib.suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)

@@ -123,7 +123,8 @@ def _audio(clip: Any, sample_rate: int, max_seconds: float) -> bytes:
 
 
 def _gathered(frames: Iterator[Any]) -> Iterator[Any]:
-    """Merge small frames into larger ones. For small frames, function calls would take longer than resampling."""
+    """Merge small frames into larger ones, because function calls for many small frames would take longer than
+    resampling."""
     fifo, kind = av.AudioFifo(), None
     for frame in frames:
         found = frame.format.name, frame.layout.name, frame.sample_rate
@@ -161,7 +162,7 @@ def _resampled(frames: Iterator[Any], sample_rate: int) -> Iterator[Any]:
 
 
 def _mono(frame: Any) -> Any:
-    """Return the mean of the channels, from -1 to 1. FFmpeg's "mono" layout adds them up, which can be louder."""
+    """Return the mean of the channels, from -1 to 1. FFmpeg's "mono" layout adds the channels, which can be louder."""
     samples = frame.to_ndarray()
     if not frame.format.is_planar:
         samples = samples.reshape(-1, frame.layout.nb_channels).T

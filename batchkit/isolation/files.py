@@ -23,6 +23,10 @@ class UnreadableFileError(Exception):
     """An error in the file itself, so another attempt is useless."""
 
 
+class MemoryLimitError(UnreadableFileError):
+    """An error of a file that needs more memory to read than the reader may use."""
+
+
 class FileProcessError(Exception):
     """An error of the child process, which did not answer. Another attempt may succeed."""
 
@@ -32,7 +36,7 @@ class FileReader(NamedTuple):
 
     - ``handler``: the module that reads the file in the child process.
     - ``task``, ``library``, ``remedy``: texts for messages about broken files.
-    - ``package``: the package that it needs (import name, extra, reason).
+    - ``package``: the package that the reader needs: its import name, batchkit's pip extra, and the reason.
     """
 
     handler: str
@@ -44,7 +48,7 @@ class FileReader(NamedTuple):
 
     @property
     def missing(self) -> str | None:
-        """The package to install if such files can't be read on this machine, otherwise None."""
+        """A message that names the package to install, if such files can't be read on this machine; otherwise None."""
         module, extra, need = self.package
         return None if find_spec(module) is not None else f"{need}: {how_to_install(extra)}"
 
@@ -55,7 +59,7 @@ class FileReader(NamedTuple):
 
         - ``what``: the function's name, such as "pages". ``arguments``: its arguments.
         - ``memory_bytes``: memory that the handler may use.
-        - ``seconds``: added to its usual time limit.
+        - ``seconds``: added to the reader's usual time limit.
 
         Raises:
             UnreadableFileError: The file is broken, refused, or needs a password.
@@ -75,13 +79,15 @@ class FileReader(NamedTuple):
                 ) from None
             raise UnreadableFileError(
                 f"{self.library} crashed while reading it ({signal.Signals(-code).name}): the file is broken, or"
-                f" needs more memory than {memory_bytes:,} bytes; {self.remedy}"
+                f" reading it needs more than {memory_bytes:,} bytes of memory; {self.remedy}"
             ) from None
         match kind:
             case "value":
                 return found
             case "memory":
-                raise UnreadableFileError(f"needs more memory than {memory_bytes:,} bytes")
+                raise MemoryLimitError(
+                    f"reading it needs more than {memory_bytes:,} bytes of memory"
+                )
             case "error":  # libraries do not document what they raise for broken files
                 raise UnreadableFileError(f"is broken ({found}); save it again")
         raise UnreadableFileError(found)

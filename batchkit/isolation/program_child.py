@@ -8,7 +8,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-NOT_STARTED = 127  # a shell's exit code for this
+NOT_STARTED = 127  # a shell's exit code for a program that can't be started
 
 
 def main(connection: Connection) -> None:

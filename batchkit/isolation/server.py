@@ -38,7 +38,8 @@ _MOST_SAID = 2000
 class Fork(NamedTuple):
     """A request for a fork, as the fork receives it: a message and file descriptors.
 
-    The fork sends its process id over ``life``. When the fork has ended, the server sends its exit code over ``life``.
+    The fork sends its process id over ``life``. When the fork has ended, the server sends the fork's exit code over
+    ``life``.
     """
 
     message: bytes
@@ -137,7 +138,7 @@ def _prepared(handler: str, arguments: Sequence[str]) -> Any:
     if prepare := getattr(module, "prepare", None):
         prepare(*arguments)
     gc.collect()
-    gc.freeze()  # the garbage collector of a fork then leaves, and so does not copy, the imported objects
+    gc.freeze()  # a fork's garbage collector then skips the imported objects, so their memory is not copied
     return module
 
 
@@ -168,7 +169,7 @@ def _ended(lives: dict[int, socket.socket]) -> list[int]:
 
 
 def _kill(pid: int) -> None:
-    """Kill a fork that is not reaped yet. If it leads a process group, kill the group."""
+    """Kill a fork that is not reaped yet. If the fork leads a process group, kill the group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     os.kill(pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ from batchkit.isolation.files import (
     PDF_READER,
     FileProcessError,
     FileReader,
+    MemoryLimitError,
     UnreadableFileError,
     placed,
 )
@@ -121,6 +122,10 @@ def _asking(
     try:
         with placed(data) as place:
             yield partial(reader.ask, place, 2 * media.max_decode_bytes + _SPARE_BYTES)
+    except MemoryLimitError as error:
+        raise MediaError(
+            f"{name}: {error}; raise media.max_decode_bytes (now {media.max_decode_bytes}), or use a smaller file"
+        ) from error
     except UnreadableFileError as error:
         raise MediaError(f"{name}: {error}") from error
     except FileProcessError as error:
