@@ -31,7 +31,12 @@ _MOST_BYTES = 1 << 30  # enough for 100,000,000 rows if every second one is sett
 
 @dataclass
 class Totals:
-    """Counts over the records in ``results.jsonl``, updated with each record that is written."""
+    """Counts over the records in ``results.jsonl``, updated with each record that is written.
+
+    - ``completed``: indexes of rows whose newest record is ok.
+    - ``failed_by_kind``: indexes of rows whose newest record is failed, by the error's kind.
+    - ``records``, ``prompt_tokens``, ``completion_tokens``: sums over all records, also of earlier attempts.
+    """
 
     completed: IndexSet = field(default_factory=IndexSet)
     failed_by_kind: dict[str, IndexSet] = field(default_factory=dict)

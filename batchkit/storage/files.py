@@ -176,7 +176,7 @@ class OwnFolder:
         made = Path(tempfile.mkdtemp(prefix=f".batchkit-{kind}-", dir=home))
         self._lock = open_private(made / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Only now does the name match ``remove_orphans``: before, it could have removed the unlocked folder.
+        # The folder gets its final name after it is locked, because ``remove_orphans`` removes unlocked folders.
         self.path = made.rename(made.with_name(made.name[1:]))
 
     def close(self) -> None:

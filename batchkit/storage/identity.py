@@ -37,7 +37,7 @@ _LOAD_FORMATS = ("dummy", "bitsandbytes")
 # identities have it.
 _LEARNED = ("engine.commits", "engine.served")  # known once an engine is loaded, or has answered
 _FOUND = (*_LEARNED, "prompt.files", "engine.loras")
-# In these keys the order of a dict counts: it is part of a prompt or of a schema.
+# Under these keys the order of a dict matters, because it is part of a prompt or of a schema.
 _ORDERED = (
     "vars.",
     "input.cross",
@@ -103,8 +103,8 @@ def _of_texts(job: JobConfig) -> dict[str, Any]:
 
 
 def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the identity of ``job.engine``. Removes from ``found`` the marked keys that it replaces by hashes or
-    parts."""
+    """Return the identity of ``job.engine``. Removes from ``found`` the marked keys that the result replaces by hashes
+    or parts."""
     options = found.pop("engine.options")
     its = {
         f"engine.options.{name}": value
@@ -307,8 +307,8 @@ def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
 def _keys_with_facts(*identities: Mapping[str, Any]) -> set[str]:
     """Return the keys in any of ``identities`` that are listed in ``_FOUND``, also those of ``[engines]`` and steps.
 
-    The value of such a key is a dict of facts by name: a model's hub commit, the hash of a prompt file. Identities are
-    compared and merged name by name there.
+    The value of such a key is a dict of facts by name: a model's hub commit, the hash of a prompt file. Under these
+    keys, identities are compared and merged name by name.
     """
     return {key for found in identities for key in found if home_of(key) in _FOUND}
 
@@ -317,7 +317,7 @@ def known_of(value: Any, other: Any, key: str = "") -> Any:
     """Return ``value`` with masked secrets replaced by the corresponding parts of ``other``, where they may be the same
     secret.
 
-    ``key``: the dotted key of ``value``. A text ``***`` that is no masked secret stays.
+    ``key``: the dotted key of ``value``. A text ``***`` that is no masked secret is not changed.
     """
     if isinstance(value, dict) and isinstance(other, dict):
         return {
@@ -388,10 +388,10 @@ def _reask(job: JobConfig) -> Any:
 
 
 def _fingerprint_part(secret: str) -> str:
-    """Return the mask for a secret inside a text that the model may see ("Credentials: MD"): ``_fingerprint_mask`` of
-    it.
+    """Return the mask for a secret inside a text that the model may see, such as "MD" in "Credentials: MD".
 
-    Credentials in a signed URL become a plain ``***`` without a fingerprint: a newly signed URL leads to the same file.
+    The mask is ``_fingerprint_mask(secret)``. Credentials in a signed URL become a plain ``***`` without a fingerprint,
+    because a newly signed URL leads to the same file.
     """
     return MASK if _CREDENTIAL.fullmatch(secret) else _fingerprint_mask(secret)
 
@@ -440,7 +440,7 @@ def hash_of(value: Any) -> str:
 def _json(value: Any, *, sort: bool = True) -> bytes:
     """Return ``value`` as JSON for a comparison.
 
-    Python's ``==`` finds 1, 1.0 and True equal, but templates print them differently.
+    JSON is compared because Python's ``==`` finds 1, 1.0 and True equal, but templates print them differently.
     """
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort else None)
 

@@ -24,7 +24,7 @@ def of_ranges(ranges: Iterable[tuple[int, int]]) -> IndexSet:
 def ranges_of(indexes: IndexSet) -> np.ndarray[Any, Any]:
     """Return the first and last index of each group of consecutive indexes, ascending: int64 of shape (groups, 2).
 
-    This is vectorized, because a run may have ten million scattered indexes (0.1 s).
+    The function is vectorized, because a run may have ten million scattered indexes (0.1 s).
     """
     import numpy as np
 

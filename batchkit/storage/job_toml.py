@@ -43,7 +43,7 @@ def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
     """Return the resolved job that a run folder was made from.
 
     Raises:
-        JobError: its ``job.toml`` is missing or damaged.
+        JobError: the folder's ``job.toml`` is missing or damaged.
     """
     path = folder / JOB
     job = load_job(path, overrides) if overrides else resolved_job(path)
@@ -95,7 +95,7 @@ def check_secrets(job: JobConfig) -> None:
 def _sections(table: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``values`` of ``table`` for TOML. Dicts whose keys the user chooses become inline tables.
 
-    The order of these keys may matter, and a TOML section would move plain values before tables.
+    The reason is that the order of these keys may matter, and a TOML section would move plain values before tables.
     """
     return {name: _section(getattr(table, name, None), value) for name, value in values.items()}
 

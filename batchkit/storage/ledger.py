@@ -92,7 +92,7 @@ class Ledger:
     - ``steps``: the log of generations.
     - ``messages``: lines about data that was set aside when the logs were opened.
     - ``lost``: number of generations by row that are missing from ``steps.jsonl``, although a record after the
-      checkpoint counts them. Without the number that the record itself gives as lost.
+      checkpoint counts them. Rows whose record already gives this number as lost are left out.
 
     Raises (every method):
         StoreError: a disk operation failed, and the logs end with a whole line; or, when opened, a log was damaged
@@ -114,7 +114,8 @@ class Ledger:
         known = read_checkpoint(folder) or Checkpoint.none()
         self.totals = known.totals
         checksum, self._stored = known.checksum, Vectors(folder)
-        # By row: generations that records after the checkpoint count, and those known to be lost.
+        # By row, for records after the checkpoint: the generations that the record counts, and how many of them it
+        # gives as lost.
         self._counted_by_row = dict[int, Spent]()
         self._known_lost = dict[int, int]()
         self._records = Log(folder / RESULTS, record_in, checksum, self._take, start=checksum.end)
@@ -136,7 +137,8 @@ class Ledger:
         if lost := self.lost:
             found.append(
                 f"{STEPS} has lost {sum(lost.values()):,} generations that the records of {len(lost):,} rows"
-                f" count, for example of row {min(lost)}. The rows' answers are whole, and their tokens still count"
+                f" count, for example of row {min(lost)}. The rows' answers are complete, and the tokens of the lost"
+                " generations still count"
             )
         return found
 
@@ -149,7 +151,8 @@ class Ledger:
     def usage(self) -> Usage:
         """Total tokens used by this run, across all starts.
 
-        After a failure or a restart, several records of a row may include the same generation. It counts once.
+        After a failure or a restart, several records of a row may include the same generation. Such a generation counts
+        once.
         """
         of = self.steps.spent if self.steps.spent.generations else self.totals
         return Usage(of.prompt_tokens, of.completion_tokens)

@@ -24,8 +24,11 @@ NO_TEXT = ("embedding", "label", "score", "segments")  # answers that may have n
 class Generation(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line of ``steps.jsonl``: one generation of a row that has several.
 
-    ``replay`` is "fresh" if the row may make other requests than the recorded ones when it is run again. This is so if
-    some of its generations may be lost, or if another function or another job made them.
+    - ``index``, ``id``: the row.
+    - ``call``: number of the generation among the row's generations of the same step, from 0.
+    - ``usage``, ``earlier_usage``: tokens of the returned attempt, and of all other attempts.
+    - ``replay``: "fresh" if the row may make other requests than the recorded ones when it is run again. This is so if
+      some of its generations may be lost, or if another function or another job made them.
     """
 
     index: Count
@@ -84,7 +87,7 @@ def record_of(raw: bytes) -> dict[str, Any] | None:
 
 
 def whole_record(raw: bytes, path: Path, offset: int) -> dict[str, Any]:
-    """Return the record in the line ``raw`` as a dict. Raises as ``sound_record``."""
+    """Return the record in the line ``raw`` as a dict. Raises StoreError like ``sound_record``."""
     sound_record(raw, path, offset)
     record: dict[str, Any] = orjson.loads(raw)
     return record

@@ -90,8 +90,8 @@ def with_pieces(
 ) -> Iterator[LogLine[Parsed]]:
     """Yield ``lines``. After a damaged line, also yield the valid lines inside it, since a newline may be damaged.
 
-    A line's beginning is found inside the damaged line by its first bytes. They never occur inside a JSON string,
-    because quotes are escaped there.
+    The beginning of a valid line is recognized by its first bytes, which never occur inside a JSON string, because
+    quotes are escaped there.
     """
     for line in lines:
         yield line

@@ -61,7 +61,11 @@ class _Part(BaseModel):
 
 
 class WorkerState(_Part):
-    """The state of one Ray worker at the last checkpoint."""
+    """The state of one Ray worker at the last checkpoint.
+
+    - ``rows``: rows for which the worker has returned a record. ``rows_per_s``: per second since its model was loaded.
+    - ``restarts``: restarts of the worker's process. ``engine_restarts``: restarts of engines in its processes.
+    """
 
     worker: int
     state: str
@@ -148,17 +152,18 @@ class Manifest(_Part):
     hosts: dict[str, str] = {}  # hosts of the servers, by the key of their engine
     seed: int | None
     total: int | None  # rows of the input; None until they are counted
-    # Rows that --skip-from left to another run, at the last end of a start.
+    # Number of rows that --skip-from skipped, because another run has answered them; written at the end of a start.
     skipped_elsewhere: int = 0
     engine_reductions: list[
         dict[str, Any]
     ]  # options reduced after out-of-memory errors, oldest first
     # Hash of the engine options that ``engine_reductions`` belong to.
     engine_reductions_for: str | None = None
-    engines: dict[str, EngineNote] = {}  # the same for ``[engines]``, by name
+    engines: dict[str, EngineNote] = {}  # the two values above for ``[engines]``, by name
     turn: str | None = None  # the engine loaded last, if one model is loaded at a time
     scoring: str | None = None  # hash of the scoring of all rows; None if rows may differ in it
-    scored_from: list[list[int]] | None = None  # the files that the later scores were made from
+    # Size and modification time of each file from which the later scores were computed.
+    scored_from: list[list[int]] | None = None
     judged: list[str] = []  # names of the scores that judges gave (``score --judge``)
     starts: list[StartNote]
     merged_from: list[str] | None = None
@@ -259,7 +264,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a run.
 
     Raises:
-        StoreError: it is missing, or can't be read.
+        StoreError: the manifest is missing, or can't be read.
     """
     path = folder / MANIFEST
     with disk_errors(path, "can't be read", _START_AGAIN):
@@ -274,7 +279,7 @@ def read_manifest(folder: Path) -> Manifest:
 def place_of_job(folder: Path) -> Path | None:
     """Return the job file of the last start. For a run without a job file, return the folder in which it was started.
 
-    Returns None if it is unknown, or lies inside a run folder. The path may not exist any more.
+    Returns None if this path is unknown, or is inside a run folder. The path may not exist any more.
     """
     place = Path(read_manifest(folder).job_file)
     is_foreign = place.is_relative_to(folder.resolve()) or is_of_run(place)

@@ -1,8 +1,8 @@
 """``metrics.jsonl``: the metrics of a run over time, about one line per second.
 
 Charts are drawn from these lines, so older lines may be further apart. When the file reaches ``MOST_LINES``, it is
-thinned: a line stays if its distance to the next one is at least a five-hundredth of its age. After a week there are
-about 4,000 lines; lines of the first day are 20 minutes apart.
+thinned: a line stays if the time to the next line is at least a five-hundredth of its age. After a week there are about
+4,000 lines; lines of the first day are 20 minutes apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _PER_AGE = 500
 
 
 class GpuLoad(msgspec.Struct, frozen=True):
-    """The load of one GPU: memory used by all processes, and the share of time that it was busy."""
+    """The load of one GPU: memory used by all processes, and the share of time that the GPU was busy, from 0 to 1 (None
+    if unknown)."""
 
     memory_bytes: int
     utilization: float | None = None

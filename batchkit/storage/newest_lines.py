@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Numbers = np.ndarray[Any, Any]
 
 _AT_ONCE = 4096  # rows
-_PLACES_AT_ONCE = 2**20  # limits memory: numpy makes an int64 of each
+_PLACES_AT_ONCE = 2**20  # lines; limits memory, because numpy makes an int64 of each
 _DENSE = 4  # use a table if row numbers reach at most this many times the number of lines
 
 

@@ -32,7 +32,7 @@ def parsed(content: bytes) -> Any:
     """Return the value of JSON that another program wrote. NaN, lone surrogates and huge integers are accepted.
 
     Raises:
-        ValueError: it is not JSON, or nested too deeply for Python's reader.
+        ValueError: ``content`` is not JSON, or is nested too deeply for Python's reader.
     """
     try:
         return orjson.loads(content)
@@ -69,7 +69,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
         if isinstance(value, Mapping):
             return {_key(key): _plain(part, depth + 1) for key, part in value.items()}
         return [_plain(part, depth + 1) for part in value]
-    try:  # the same form as ``encoded`` gives the value without this detour
+    try:  # convert the value as ``encoded`` does if orjson can write the whole
         return orjson.loads(orjson.dumps(value, option=_OPTIONS))
     except (TypeError, RecursionError):
         return _text(value)

@@ -34,18 +34,18 @@ def is_of_run(job_file: Path) -> bool:
 
 
 class Claim:
-    """The lock that this process holds on a run folder. It is lost if its lock file is removed or replaced."""
+    """The lock that this process holds on a run folder. The lock is lost if its lock file is removed or replaced."""
 
     def __init__(self, folder: Path, lock: FileLock) -> None:
         self._lock = folder / LOCK
-        # Filelock has no public name for it.
+        # Filelock has no public name for the descriptor.
         self._locked = os.fstat(cast(int, lock._context.lock_file_fd))
 
     @property
     def is_lost(self) -> bool:
         """True if the lock file was removed or replaced, so that its path has another inode number.
 
-        The inode number of the open lock file is not given to another file.
+        While this process has the lock file open, no other file gets its inode number.
         """
         try:
             return not os.path.samestat(self._lock.lstat(), self._locked)
@@ -62,7 +62,7 @@ class Claim:
         if self.is_lost:
             raise LostLockError(
                 f"{self._lock}: was removed while this run worked, so another process may be"
-                " working in the run folder now; this one stops without writing more. If no"
+                " working in the run folder now; this run stops without writing more. If no"
                 " other process works there, run the same command again"
             )
 
@@ -74,7 +74,7 @@ def claim(folder: Path) -> Iterator[Claim]:
 
     Raises:
         JobError: the folder can't be created or written to.
-        StoreError: another process holds it, or the disk fails.
+        StoreError: another process holds the folder, or the disk fails.
     """
     try:
         lock = FileLock(folder / LOCK)
@@ -140,9 +140,9 @@ def _sign(folder: Path) -> None:
 
 
 def held_by(folder: Path) -> dict[str, Any] | None:
-    """Return pid, host and start time of the process that holds ``folder``, or None.
+    """Return pid, host and start time of the process that holds ``folder``; None if no process holds it.
 
-    Writes nothing, so it also works in a folder that is mounted read-only.
+    This writes nothing, so that it also works in a folder that is mounted read-only.
     """
     try:
         lock = open_private(folder / LOCK, os.O_RDONLY)
@@ -170,7 +170,7 @@ def move_aside(folder: Path) -> Path:
     """Rename ``folder`` to the first free name of ``<name>.1``, ``.2`` …
 
     Raises:
-        StoreError: it can't be renamed, for example because it is a mount point.
+        StoreError: the folder can't be renamed, for example because it is a mount point.
     """
     free = free_name(folder, ".")
     advice = "; move its files to another folder, or give the job another name"

@@ -1,8 +1,8 @@
 """``scores.jsonl``: the scores of ``batchkit score``, one line per row, next to ``results.jsonl``.
 
 ``results.jsonl`` is append-only and holds the scores that were known when a row finished. Scores that are computed
-later (deferred scorers, another scoring) are in ``scores.jsonl``. Each of its lines belongs to one record. The line is
-ignored if its row was run again, or has another index after ``--on-change requeue``.
+later (deferred scorers, another scoring) are in ``scores.jsonl``. Each line of ``scores.jsonl`` belongs to one record.
+A line is ignored if its row was run again, or has another index after ``--on-change requeue``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCORES = "scores.jsonl"
 class ScoreLine(msgspec.Struct, frozen=True):
     """The scores of one record: the record of row ``index`` that was finished at ``finished_at``.
 
-    ``input_hash`` is the record's hash. It is compared too, because many rows finish within one millisecond.
+    ``input_hash`` is the record's hash. It is compared, too, because several records may have the same time.
     """
 
     index: Count
@@ -47,15 +47,15 @@ _decoder = msgspec.json.Decoder(ScoreLine)
 
 
 class Scores:
-    """A reader of the ``scores.jsonl`` in ``folder``, if there is one. Ask for rows in ascending order."""
+    """A reader of the ``scores.jsonl`` in ``folder``, if there is one. Call ``of`` with ascending row indexes."""
 
     def __init__(self, folder: Path) -> None:
         self._lines = score_lines(folder / SCORES)
         self._line = next(self._lines, None)
 
     def of(self, index: int, input_hash: str | None, finished_at: str | None) -> ScoreLine | None:
-        """Return the scores of the record with this row index, hash and time, or None. Raises StoreError if a line is
-        damaged."""
+        """Return the scores of the record with this row index, hash and time; None if there are none. Raises StoreError
+        if a line is damaged."""
         while (line := self._line) is not None and line.index < index:
             self._line = next(self._lines, None)
         if line is None or (line.index, line.input_hash, line.finished_at) != (
@@ -84,7 +84,10 @@ def scored(records: Iterable[dict[str, Any]], folder: Path) -> Iterator[dict[str
 
 
 def join_scores(folders: Sequence[Path], picked: Sequence[IndexSet]) -> Iterator[ScoreLine]:
-    """Yield the score lines of a merged run by row, from each of ``folders`` the rows in its set of ``picked``."""
+    """Yield the score lines of a merged run, ordered by row.
+
+    ``picked``: for each of ``folders``, the rows whose scores are taken from this folder.
+    """
 
     def of(folder: Path, rows: IndexSet) -> Iterator[ScoreLine]:
         return (line for line in score_lines(folder / SCORES) if line.index in rows)
@@ -112,8 +115,8 @@ def write_scores(folder: Path, lines: Iterable[ScoreLine], *, before: Callable[[
 def references_of(job: JobConfig) -> dict[str, str | None] | None:
     """Return the reference answers by row id, from the run in ``scoring.reference_run``; None if that is not set.
 
-    With ``input.cross``, a row occurs several times, each time with other values. An answer is used for all of them,
-    unless the reference run has these values, too.
+    With ``input.cross``, a row occurs several times, each time with other values. The reference answer for its id is
+    used each time, unless the reference run has an answer for the id with these values.
 
     Raises:
         JobError: there is no such run, it has no predictions, or an id names several of its rows.
@@ -149,7 +152,8 @@ def references_of(job: JobConfig) -> dict[str, str | None] | None:
 
 
 def check_one_row_each(references: Mapping[str, Any], shared_ids: Iterable[str]) -> None:
-    """Raise JobError if an id in ``references`` belongs to several rows, because its answer may be for any of them.
+    """Raise JobError if an id in ``references`` belongs to several rows, because the reference answer may be for any of
+    them.
 
     ``shared_ids``: ids that several rows have.
     """
@@ -161,7 +165,7 @@ def check_one_row_each(references: Mapping[str, Any], shared_ids: Iterable[str])
 
 
 def score_lines(path: Path) -> Iterator[ScoreLine]:
-    """Yield the lines of a ``scores.jsonl``, if it exists. Raises StoreError if one is damaged."""
+    """Yield the lines of a ``scores.jsonl``, if it exists. Raises StoreError if a line is damaged."""
     with opened_log(path) as file:
         for number, raw in enumerate(file, start=1):
             try:

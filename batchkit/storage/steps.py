@@ -101,19 +101,21 @@ def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
 
 
 class StepsLog:
-    """The ``steps.jsonl`` of a run folder, open for appending. Use it from one thread; only ``known`` is an exception.
+    """The ``steps.jsonl`` of a run folder, open for appending. Use it from one thread; other threads may call
+    ``known``.
 
     Parameters:
 
-    - ``totals``: counts over ``results.jsonl``, which tell the rows that have a record.
+    - ``totals``: counts over ``results.jsonl``, which show which rows have a record.
     - ``point``: counts over ``steps.jsonl`` at the last checkpoint.
-    - ``counted``: for each row whose record was written after the checkpoint, the number and tokens of the generations
-      that the record counts.
+    - ``counted_by_row``: for each row whose record was written after the checkpoint, the number and tokens of the
+      generations that the record counts.
 
     Attributes:
 
     - ``spent``: totals of all generations, including lost ones.
-    - ``lost``: for each row in ``counted``, how many of its generations are missing in the file, after a power cut.
+    - ``lost``: for each row in ``counted_by_row``, how many of its generations are missing in the file after a power
+      cut. Rows that miss none are left out.
 
     Raises:
         StoreError: the disk fails, or the file differs from the last checkpoint.
@@ -164,7 +166,7 @@ class StepsLog:
             return [self._read(*place) for place in zip(places[::2], places[1::2], strict=True)]
 
     def recall(self, rows: Container[int]) -> None:
-        """Make ``known`` return also the generations of ``rows``. These rows have records and will be retried."""
+        """Make ``known`` also return the generations of ``rows``, which have records and will be retried."""
         self._recalled, self._recalled_end = rows, self.log.end
         for line in read_generations(self.log.path.parent):
             index = -1 if line.record is None else line.record.index
@@ -183,7 +185,7 @@ class StepsLog:
                 self._hold(index, start, end)
 
     def settle(self, index: int) -> None:
-        """Forget where the generations of a row are, because the row has its record now."""
+        """Forget the positions of a row's generations, because the row has its record now."""
         self._places.pop(index, None)
 
     @property
@@ -202,7 +204,7 @@ class StepsLog:
 
 
 def spent_in(folder: Path, point: StepsPoint) -> Spent:
-    """Return the totals of all generations in ``folder``. Safe while a run writes.
+    """Return the totals of all generations in ``folder``. A run may write to the folder meanwhile.
 
     ``point``: the totals at the checkpoint; only later lines are read.
     """

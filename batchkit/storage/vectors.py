@@ -38,7 +38,7 @@ DTYPES = ("float32", "float16")
 _NAME = re.compile(r"(\d{6,})\.arrow", re.ASCII)
 _RELEASE_BYTES = 64 << 20
 _IF_FULL = "; every row before is on disk. Make room, then run the same command again"
-_ADVICE = "The next start runs rows without their vector again; before it, restore a copy of the file if there is one"
+_ADVICE = "Restore a copy of the file if there is one; otherwise the next start runs the rows without a vector again"
 
 
 class VectorType(NamedTuple):
@@ -77,7 +77,7 @@ class VectorWriter:
     - ``ends``: minimum size in bytes of each existing segment, by file name, from the last checkpoint.
 
     Raises:
-        LostVectorError: a segment is missing or shorter now.
+        LostVectorError: a segment is missing, or is shorter than in ``ends``.
     """
 
     def __init__(self, folder: Path, first: int, ends: Mapping[str, int]) -> None:
@@ -181,7 +181,7 @@ class Vectors:
         self._read_bytes = 0
 
     def of(self, record: Mapping[str, Any]) -> Vector:
-        """Return a copy of the vector or matrix that ``record`` names. Raises LostVectorError or StoreError as
+        """Return a copy of the vector or matrix that ``record`` names. Raises LostVectorError or StoreError like
         ``read``."""
         place = VectorPlace(**record["embedding"])
         return self.read(record["index"], place).copy()
@@ -190,8 +190,8 @@ class Vectors:
         """Return the vector or matrix of row ``index`` at ``place`` as a view of the mapped segment file.
 
         Raises:
-            LostVectorError: it is missing, is damaged, or belongs to another row.
-            StoreError: its file can't be read.
+            LostVectorError: The vector is missing, is damaged, or belongs to another row.
+            StoreError: The segment's file can't be read.
         """
         segment = self._segment(place.segment, place.row)
         batch = bisect_right(segment.firsts, place.row) - 1
@@ -232,12 +232,12 @@ class Vectors:
         return None if is_finite else f"the vector of row {index} is not finite"
 
     def type_of(self, number: int) -> VectorType | None:
-        """Return the type of the vectors in a segment; None if it has no vectors."""
+        """Return the type of the vectors in the segment with this number; None if the segment has no vectors."""
         return self._segment(number, 0).type
 
     def _segment(self, number: int, row: int) -> _Segment:
-        """Return the segment with this number. It is opened again if ``row`` is after its last vector, since it may
-        have grown."""
+        """Return the segment with this number. The segment is opened again if ``row`` is after its last vector, because
+        the file may have grown."""
         found = self._segments.get(number)
         if found is None or row >= found.n_rows:
             found = self._segments[number] = _Segment(segment_path(self._folder, number))

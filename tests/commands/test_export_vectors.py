@@ -231,7 +231,7 @@ def test_vector_that_is_not_there_stops_an_export_and_is_named(flag: str) -> Non
         "vectors/000000.arrow: has 0 whole vectors; the record of row 0 names vector 0"
         in done.stderr
     )
-    assert "The next start runs rows without their vector again" in done.stderr
+    assert "the next start runs the rows without a vector again" in done.stderr
     assert Path("old").read_text() == "kept"
     shutil.rmtree(RUN / "vectors")
     assert "vectors/000000.arrow: is missing" in batchkit("export", "--parquet", "old").stderr

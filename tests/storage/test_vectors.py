@@ -230,8 +230,8 @@ def test_segment_without_the_vector_is_named(
         Vectors(tmp_path).of(next(read_newest(tmp_path / RESULTS)))
     assert str(raised.value) == (
         f"{segment_path(tmp_path, 0)}: {fault}; the record of row 0 names vector 0 of this file, with 4"
-        " dimensions. The next start runs rows without their vector again; before it, restore a copy of the"
-        " file if there is one"
+        " dimensions. Restore a copy of the file if there is one; otherwise the next start runs the rows"
+        " without a vector again"
     )
 
 
