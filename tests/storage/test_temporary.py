@@ -25,8 +25,7 @@ def test_only_what_a_killed_process_left_is_removed(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(files, "HOMES", ())
-    own, kept = OwnFolder("trial"), OwnFolder("trial")
-    kept.keep()
+    own = OwnFolder("trial")
     (tmp_path / "batchkit-notes").mkdir()
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
@@ -36,6 +35,6 @@ def test_only_what_a_killed_process_left_is_removed(
     owner.kill()
     owner.communicate()
     remove_orphans()
-    assert {*tmp_path.iterdir()} == {own.path, kept.path, tmp_path / "batchkit-notes"}
+    assert {*tmp_path.iterdir()} == {own.path, tmp_path / "batchkit-notes"}
     own.close()
     assert not own.path.exists()
