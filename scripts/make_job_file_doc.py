@@ -88,7 +88,7 @@ JOB.toml --dry-run` prints the first rows as the model would get them.
 - **Paths.** `input.path`, `media.root`, `prompt.system_file`, `user_file` and `tools` (also of a step), and the file or
   module of `rollout.function` are looked up beside the job file first, then in the working directory. `engine.model`,
   `engine.lora` and `output.dir` start from the working directory.
-- **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images`, `captions`, `texts` and `tools`, and in `[pair]`, is
+- **Templates.** `{{{{ name }}}}` in `prompt.system`, `user`, `images`, `texts` and `tools`, and in `[pair]`, is
   a field of the row or a name from `[vars]`; if both exist, the row's field wins. Templates are
   [Jinja2](https://jinja.palletsprojects.com/templates/), with loops, conditions and filters.
 - **Rows without templates.** Without `system`, `user` and `images`, batchkit sends a row's own `messages` (OpenAI's chat

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.images import png
 from tests.support.mistakes import DRY, JOB, ONE_LINE, REVIEWS, Mistake, check, params
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -153,6 +154,13 @@ ROWS = [
         ('"ok": 1',),
         0,
         {"s.parquet": CELLS},
+        never=("in Python's notation",),
+    ),
+    Mistake(
+        f"run --model m --input i.parquet {DRY} --images '{{{{ image }}}}' --prompt 'P {{{{ image }}}}'",
+        ('"ok": 1',),
+        0,
+        {"i.parquet": parquet(image=[png()])},
         never=("in Python's notation",),
     ),
     *(

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -469,25 +469,22 @@ def _matches(pattern: str) -> bool:
 
 
 def prompt_columns(job: JobConfig) -> frozenset[str]:
-    """Return the input columns that the job's prompts use. Names from ``[vars]`` and ``input.cross`` and the
-    placeholders ``audio`` and ``video`` are not columns. An invalid template adds no names; its error is reported
-    when it is used."""
+    """Return the input columns that the job's prompts use. Names from ``[vars]`` and ``input.cross``, and marks such as
+    ``image``, are not columns. An invalid template adds no names; its error is reported when it is used."""
     from jinja2 import Environment, TemplateError, nodes
     from jinja2.meta import find_undeclared_variables
 
     found = set[str]()
-    for text in _texts(job):
+    for text, marks in _texts(job):
         with suppress(TemplateError, RecursionError):
             tree = Environment().parse(text)
-            found |= find_undeclared_variables(tree)
+            found |= find_undeclared_variables(tree) - marks
             found |= {  # {{ row["my column"] }}
                 item.arg.value
                 for item in tree.find_all(nodes.Getitem)
                 if isinstance(item.arg, nodes.Const) and isinstance(item.arg.value, str)
             }
-    prompts = [its.prompt for _, its in job.of_each_step()]
-    places = {kind for kind in ("audio", "video") if any(getattr(p, f"{kind}s") for p in prompts)}
-    return frozenset(found - job.vars.keys() - job.input.cross.keys() - places)
+    return frozenset(found - job.vars.keys() - job.input.cross.keys())
 
 
 def with_filled(job: JobConfig) -> JobConfig:
@@ -498,11 +495,15 @@ def with_filled(job: JobConfig) -> JobConfig:
     return job.model_copy(update={"input": job.input.with_filled(prompt_columns(job))})
 
 
-def _texts(job: JobConfig) -> Iterator[str]:
+def _texts(job: JobConfig) -> Iterator[tuple[str, Set[str]]]:
+    """Yield the text of each template, and the names in it that are marks."""
     for _, its in job.of_each_step():
-        for text in (its.prompt.user, its.prompt.system, its.pair.query, its.pair.documents):
-            if isinstance(text, str):
-                yield text
-        for file in (its.prompt.user_file, its.prompt.system_file):
+        prompt, pair, no_marks = its.prompt, its.pair, frozenset[str]()
+        for text, file, marks in (
+            (prompt.user, prompt.user_file, prompt.marks),
+            (prompt.system, prompt.system_file, no_marks),
+            (pair.query, None, no_marks),
+            (pair.documents, None, no_marks),
+        ):
             with suppress(OSError, UnicodeDecodeError):
-                yield "" if file is None else read_text(file)
+                yield text or "" if file is None else read_text(file), marks

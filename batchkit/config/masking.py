@@ -23,7 +23,7 @@ CONTENT = frozenset(
     [
         "input.where",
         *(f"prompt.{key}" for key in (
-            "system", "user", "captions", "texts", "tools", "tool_choice")),
+            "system", "user", "texts", "tools", "tool_choice")),
         "sampling.structured_outputs",
         *("engine.options.chat_template", "engine.chat_template_text"),
         *("pair.query", "pair.documents"),

@@ -321,7 +321,7 @@ def _prompt_hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
         if "\\n" in part.source and "\n" not in part.source:
             yield f"{part.key}: contains \\n as two characters; for a line break write $'…\\n…' in the shell"
         for name in dict.fromkeys(names_printed(part.source)):
-            if isinstance(value := first.get(name), dict | list | bytes):
+            if name not in part.marks and isinstance(value := first.get(name), dict | list | bytes):
                 kind = type(value).__name__
                 fix = f"write {{{{ {name} | tojson }}}}" if kind != "bytes" else "store it as text"
                 yield f"{name} of the first row is {kind}, which the prompt shows in Python's notation; {fix}"

@@ -139,15 +139,16 @@ def _loaded(message: Any, load: Load) -> Message:
 
 
 def placed(
-    text: str, places: Mapping[str, str], clips: Mapping[str, list[dict[str, Any]]]
+    text: str, places: Mapping[str, str], media: Mapping[str, list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Split a prompt's ``text`` into content parts, with each clip at its place mark.
+    """Split a prompt's ``text`` into content parts, with each image or clip at its place mark.
 
-    - ``places``: the mark that stands for a clip, by kind.
-    - ``clips``: the content parts with clips, by kind and in order. Parts that are used are removed from these lists.
+    - ``places``: the mark that stands for an image or a clip, by kind.
+    - ``media``: the content parts with images and clips, by kind and in order. Parts that are used are removed from
+      these lists.
 
     Raises:
-        RequestError: the text has more marks than there are clips.
+        RequestError: the text has more marks than there are images or clips.
     """
     kinds = {mark: kind for kind, mark in places.items()}
     pieces = re.split(f"({'|'.join(map(re.escape, kinds))})", text) if kinds else [text]
@@ -155,11 +156,12 @@ def placed(
     for piece in pieces:
         if piece not in kinds:
             parts += [text_part(piece)] if piece else []
-        elif clips[kind := kinds[piece]]:
-            parts.append(clips[kind].pop(0))
+        elif media[kind := kinds[piece]]:
+            parts.append(media[kind].pop(0))
         else:
             raise RequestError(
-                f"prompt.user: has {{{{ {kind} }}}} more often than the row has {kind} clips"
+                f"prompt.user: has {{{{ {kind} }}}} more often than prompt.{kind}s names a file;"
+                f" write {{{{ row.{kind} }}}} for a column of that name"
             )
     return parts
 

@@ -37,7 +37,6 @@ from batchkit.rendering.messages import (
     loaded,
     media_sources,
     placed,
-    text_part,
     with_parts,
 )
 from batchkit.rendering.pairs import pair_of
@@ -91,9 +90,9 @@ class PromptRenderer:
         if self.templates.files.all:
             check_root(job.media)
         self._system, self._user = self.templates.system, self.templates.user
-        self._images, self._clips = self.templates.files.images, self.templates.files.clips
-        # The text that marks a clip's place in the user's template, by kind. Random, so no row can contain it.
-        self._places = {kind: f"<{kind} {token_hex(8)}>" for kind in self._clips}
+        # The text that marks the place of an image or a clip, by kind. Random, so no row can contain it.
+        marks = self._user.marks if self._user else ()
+        self._places = {kind: f"<{kind} {token_hex(8)}>" for kind in marks}
         self._sampling, self._loras = job.params(), job.engine.loras
         self._shared = SharedMedia()
         self.job = self.templates.job
@@ -208,11 +207,10 @@ class PromptRenderer:
         Raises:
             RowError: as for ``render``.
         """
-        templates = {"image": self._images, **self._clips}
         return [
             (kind, source)
-            for kind in ("image", *CLIPS)
-            for source in self._sources(row, templates.get(kind, ()), kind)
+            for kind, templates in self.templates.files.by_kind.items()
+            for source in self._sources(row, templates, kind)
         ]
 
     def _sources(self, row: Row, templates: Sequence[RowTemplate], *kinds: str) -> list[Any]:
@@ -358,12 +356,12 @@ class PromptRenderer:
         return messages, None
 
     def _with_places(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``fields`` with a place mark under the name of each kind of clip, such as ``audio``.
+        """Return ``fields`` with a place mark under the name of each kind of media, such as ``image``.
 
-        A template writes ``{{ audio }}`` where the clip belongs. A column with such a name is still
-        ``{{ row.audio }}``.
+        A template writes ``{{ image }}`` where the image belongs. A column with such a name is still
+        ``{{ row.image }}``.
         """
-        if not self._places or not self._job.prompt.chat:
+        if not self._places:
             return fields
         return {ROW: {**self._job.vars, **fields}, **fields, **self._places}
 
@@ -406,29 +404,19 @@ class PromptRenderer:
     def _user_content(self, text: str, fields: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         if not self.templates.files.media:
             return text
-        parts: list[dict[str, Any]] = []
-        for n, template in enumerate(self._images):
-            if self.templates.captions:
-                parts.append(text_part(self.templates.captions[n].text(fields)))
-            parts += [self._part("image", source) for source in sources_of(template, fields)]
-        clips = {
-            kind: [self._part(kind, source) for source in self._clip_sources(kind, fields)]
-            for kind in self._clips
-        }
-        text_parts = placed(text, self._places, clips)
-        parts += chain.from_iterable(clips.values())  # clips without a place in the text
-        if self._job.prompt.order == "text-first":
-            return text_parts + parts
-        return parts + text_parts
-
-    def _clip_sources(self, kind: str, fields: Mapping[str, Any]) -> list[Any]:
-        return [found for template in self._clips[kind] for found in sources_of(template, fields)]
+        media = {kind: self._parts(kind, fields) for kind in self.templates.files.by_kind}
+        text_parts = placed(text, self._places, media)
+        unmarked = chain.from_iterable(media.values())
+        return [*unmarked, *text_parts]
 
     def _own_clips(self, fields: Mapping[str, Any]) -> list[Clip]:
+        return [part[kind] for kind in CLIPS for part in self._parts(kind, fields)]
+
+    def _parts(self, kind: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the content parts of the row's media of one ``kind``, loaded."""
+        templates = self.templates.files.by_kind[kind]
         return [
-            self._part(kind, source)[kind]
-            for kind in self._clips
-            for source in self._clip_sources(kind, fields)
+            self._part(kind, source) for made in templates for source in sources_of(made, fields)
         ]
 
     def _part(self, kind: str, source: Any) -> dict[str, Any]:

@@ -105,10 +105,6 @@ def test_all_problems_come_at_once() -> None:
     [
         ({"input": {"limit": 0}}, "input.limit: found 0, expected whole number ≥ 1"),
         (
-            {"prompt": {"order": "sideways"}},
-            'prompt.order: found "sideways", expected "images-first" or "text-first"',
-        ),
-        (
             {"engine": {"kind": "vlm"}},
             (
                 'engine.kind: found "vlm", expected "vllm", "transformers", "openai-server" or "dry-run"'
@@ -231,8 +227,6 @@ def test_engine_table_and_its_model_are_asked_for() -> None:
     [
         ({"prompt": {"system": "a", "system_file": "b"}}, "system and system_file"),
         ({"prompt": {"user": "a", "user_file": "b"}}, "user and user_file"),
-        ({"prompt": {"images": ["a", "b"], "captions": ["c"]}}, "1 captions for 2 images"),
-        ({"prompt": {"captions": ["c"]}}, "1 captions for 0 images"),
         ({"prompt": {"chat": False, "system": "x"}}, "chat = false"),
         ({"prompt": {"chat": False, "images": ["x"]}}, "chat = false"),
         ({"media": {"min_pixels": 9, "max_pixels": 5}}, "min_pixels 9 is over max_pixels 5"),

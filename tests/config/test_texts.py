@@ -71,7 +71,7 @@ def test_the_file_stands_in_the_prompt_as_it_is(root: Path, content: bytes, show
     assert said(rendered(job(root, []), {"file": "c.csv", "q": "why?"})) == [f"{shown}|why?"]
 
 
-def test_system_user_and_captions_know_all_texts_and_the_job_s_own_names(root: Path) -> None:
+def test_system_and_user_know_all_texts_and_the_job_s_own_names(root: Path) -> None:
     made = job(
         root,
         [],

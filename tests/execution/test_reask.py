@@ -188,11 +188,11 @@ def test_in_a_row_s_own_messages_the_note_stands_behind_the_user_s_last(
     assert [message["content"] for message in second] == then
 
 
-@pytest.mark.parametrize("order", ["images-first", "text-first"])
-def test_the_images_are_sent_again(order: str) -> None:
+@pytest.mark.parametrize("user", ["{{ id }} {{ q }}", "{{ id }} {{ q }}{{ image }}"])
+def test_the_images_are_sent_again(user: str) -> None:
     Image.new("RGB", (40, 40), "red").save("r.png")
     script = Script(r=["x", FOUND])
-    assert asked(script, prompt={"images": ["{{ id }}.png"], "order": order})["r"]["attempt"] == 2
+    assert asked(script, prompt={"user": user, "images": ["{{ id }}.png"]})["r"]["attempt"] == 2
     first, second = (
         [part for part in body["messages"][0]["content"] if part["type"] == "image_url"]
         for body in script.bodies["r"]

@@ -51,7 +51,7 @@ def _in_short(found: Any) -> Any:
 TWO = ["1.mkv", "2.mkv"]
 PROMPTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "before the text": ({"user": "q", "videos": TWO}, [1, 2, "q"]),
-    "behind the text": ({"user": "q", "videos": TWO, "order": "text-first"}, ["q", 1, 2]),
+    "behind the text": ({"user": "q{{ video }}{{ video }}", "videos": TWO}, ["q", 1, 2]),
     "no text": ({"user": "", "videos": TWO}, [1, 2]),
     "no user": ({"videos": TWO}, [1, 2, "asked"]),
     "in their places": (
@@ -67,13 +67,12 @@ PROMPTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "bytes": ({"user": "q", "audios": ["{{ heard }}"]}, [Audio, "q"]),
     "all kinds": (
         {
-            "user": "{{ audio }}{{ c }}",
-            "images": ["red.png"],
-            "captions": ["see"],
+            "user": "{{ audio }}{{ c }}{{ image }}",
+            "images": ["red.png", "red.png"],
             "videos": ["1.mkv"],
             "audios": ["a.wav"],
         },
-        ["see", "image", 1, Audio, "other"],
+        ["image", 1, Audio, "other", "image"],
     ),
     "a row that writes a place": (
         {"user": "{{ mark }}{{ video }}", "videos": ["1.mkv"]},
@@ -151,7 +150,12 @@ def test_rows_that_name_the_same_clip_share_it(root: Path) -> None:
         (
             RequestError,
             {"user": "{{ video }}{{ video }}", "videos": ["1.mkv"]},
-            "has {{ video }} more often than",
+            "has {{ video }} more often than prompt.videos",
+        ),
+        (
+            RequestError,
+            {"user": "{{ image }}{{ image }}", "images": ["red.png"]},
+            "has {{ image }} more often than prompt.images",
         ),
         (MediaError, {"user": "q", "videos": ["{{ none }}"]}, "the row names no video"),
         (MediaError, {"user": "q", "audios": ["{{ none }}"]}, "the row names no audio"),

@@ -92,9 +92,6 @@ def test_templates_are_filled_from_the_row_and_from_vars() -> None:
 def test_what_a_template_may_not_or_cannot_do_fails_its_row(expression: str) -> None:
     assert refusal(TemplateError, {"x": "text"}, prompt={"user": expression})
     assert refusal(TemplateError, {"x": "text"}, prompt={"system": expression, "user": "u"})
-    assert refusal(
-        TemplateError, {"x": "text"}, prompt={"images": ["a.png"], "captions": [expression]}
-    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +101,6 @@ def test_what_a_template_may_not_or_cannot_do_fails_its_row(expression: str) -> 
         ({"user": "one\ntwo\n{% if %}"}, "prompt.user: line 3: "),
         ({"user": "{{ x | shout }}"}, r"prompt.user: line 1: No filter named 'shout'"),
         ({"images": ["{{ a }}", "{{ b | }}"]}, r"prompt\.images\.1: "),
-        ({"images": ["{{ a }}"], "captions": ["{{"]}, r"prompt\.captions\.0: "),
     ],
 )
 def test_a_syntax_error_is_a_job_error_that_names_its_place(
@@ -154,18 +150,49 @@ def test_chat_false_sends_the_text_as_it_is() -> None:
 # Images
 
 
-def test_images_stand_first_in_order_with_their_captions(media: dict[str, Any]) -> None:
-    prompt = {
-        "user": "Compare.",
-        "images": ["{{ a }}.png", "{{ b }}.png"],
-        "captions": ["Before {{ a }}:", "After:"],
-    }
-    fields = {"a": "red", "b": "blue"}
+TWO = ["{{ a }}.png", "{{ image }}"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ({"user": "Compare.", "images": TWO}, [RED, BLUE, "Compare."]),
+        ({"user": "Look:{{ image }}", "images": TWO}, [BLUE, "Look:", RED]),
+        (
+            {"user": "{{ a }}:{{ image }}After:{{image}}Compare.", "images": TWO},
+            ["red:", RED, "After:", BLUE, "Compare."],
+        ),
+        (  # rendered in a process of its own
+            {"user": "{% for n in row.numbers %}{{ image }}{{ n }}{% endfor %}", "images": TWO},
+            [RED, "1", BLUE, "2"],
+        ),
+        (
+            {"user": "{{ row.image }}:{{ image }}", "images": ["{{ image }}"]},
+            ["blue.png:", BLUE],
+        ),
+        (
+            {"user": "{{ image }} or {{ image }}", "images": ["{{ all }}"]},
+            [RED, " or ", BLUE],
+        ),
+    ],
+)
+def test_images_are_where_the_prompt_says(
+    prompt: dict[str, Any], expected: list[Any], media: dict[str, Any]
+) -> None:
+    fields = {"a": "red", "image": "blue.png", "all": ["red.png", "blue.png"], "numbers": [1, 2]}
     found = render(fields, prompt=prompt, media=media)
-    assert outline(found) == ["Before red:", RED, "After:", BLUE, "Compare."]
-    found = render(fields, prompt={**prompt, "order": "text-first"}, media=media)
-    assert outline(found) == ["Compare.", "Before red:", RED, "After:", BLUE]
-    assert [image.getpixel((0, 0)) for image in found.images] == [RED, BLUE]
+    assert outline(found) == expected
+    images = [part for part in expected if not isinstance(part, str)]
+    assert [image.getpixel((0, 0)) for image in found.images] == images
+
+
+@pytest.mark.parametrize("prompt", [{}, {"system": "{{ image }}", "images": ["{{ image }}"]}])
+def test_a_column_called_image_is_a_column_outside_of_a_user_message_with_images(
+    prompt: dict[str, Any], media: dict[str, Any]
+) -> None:
+    user = {"user": "Describe it." if prompt else "{{ image }}"}
+    found = render({"image": "red.png"}, prompt={**user, **prompt}, media=media)
+    assert (found.messages or ())[0]["content"] == "red.png"
 
 
 @pytest.mark.parametrize(
@@ -409,9 +436,8 @@ def test_threads_may_share_a_renderer(media: dict[str, Any]) -> None:
         vars={"tone": "brief"},
         prompt={
             "system": "{{ tone }}",
-            "user": "{% for w in words %}{{ w }} {% endfor %}{{ n + 1 }}",
+            "user": "{{ n }}{{ image }}{% for w in words %}{{ w }} {% endfor %}{{ n + 1 }}",
             "images": ["{{ photo }}"],
-            "captions": ["{{ n }}"],
         },
         media=media,
     )

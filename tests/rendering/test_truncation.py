@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import itertools
 import math
@@ -21,6 +22,7 @@ from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.truncation import MARK, cut_at, longest_text, next_cut
 from batchkit.types import Cut, Request, Row
 from tests.support.chat_server import MODEL, Refused, error, serving
+from tests.support.images import png
 
 WORDS = "".join(f"w{n} " for n in range(500))
 DATA_URI = "data:image/png;base64," + "A" * 9000
@@ -311,21 +313,19 @@ def test_second_cut_is_made_of_the_whole_text() -> None:
     assert cut_text(second) == cut_at(WORDS, (), second.cut.kept)
 
 
-def test_text_in_the_system_prompt_or_in_a_caption_is_cut_where_it_is_the_longest(
-    tmp_path: Path,
-) -> None:
+def test_text_in_the_system_prompt_is_cut_where_it_is_the_longest() -> None:
     _, shorter = shortened(
         {"rules": WORDS, "q": "why?"}, prompt={"system": "{{ rules }}", "user": "{{ q }}"}
     )
     assert MARK in shorter.messages[0]["content"]
     assert shorter.messages[1]["content"] == "why?"
-    Image.new("RGB", (4, 2)).save(tmp_path / "a.png")
-    _, shorter = shortened(
-        {"about": WORDS},
-        prompt={"images": ["a.png"], "captions": ["{{ about }}"], "user": "What?"},
-        media={"root": str(tmp_path)},
-    )
-    assert MARK in shorter.messages[0]["content"][0]["text"]
+
+
+def test_the_column_of_an_image_is_not_cut() -> None:
+    image = "data:image/png;base64," + base64.b64encode(png() + bytes(9 * len(WORDS))).decode()
+    prompt = {"user": "{{ image }}{{ q }}", "images": ["{{ image }}"]}
+    _, shorter = shortened({"image": image, "q": WORDS}, prompt=prompt)
+    assert MARK in shorter.messages[0]["content"][1]["text"]
 
 
 LONGER = WORDS * 2

@@ -30,7 +30,6 @@ _OF_PROMPT = (
         "images",
         "videos",
         "audios",
-        "captions",
         "chat",
     ),
     "chat_template_kwargs",

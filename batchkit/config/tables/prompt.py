@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import (
     Field,
@@ -33,20 +33,17 @@ class PromptTable(Table):
     """Allow a prompt that uses no column and is therefore the same for all rows."""
     images: Identity[list[str]] = Field([])
     """One template per image. Each gives a path under `media.root`, a data: URI or an http(s) URL. `{{ column }}`
-    alone may name a column with image bytes or with a list of images."""
+    alone may name a column with image bytes or with a list of images. `{{ image }}` in `user` marks where an image is
+    inserted. Images without a mark are inserted before the text."""
     videos: Identity[list[str]] = Field([])
-    """One template per video, written like `images`. `{{ video }}` in `user` marks where a video is inserted. Videos
-    without a mark are inserted before the text, after the images."""
+    """One template per video, written like `images`. `{{ video }}` marks its place. Videos without a mark are inserted
+    before the text, after the images."""
     audios: Identity[list[str]] = Field([])
     """One template per audio clip, written like `videos`. `{{ audio }}` marks its place. A video file gives its
     sound."""
-    captions: Identity[list[str]] = Field([])
-    """Text inserted before each image. Give one caption per image, or none."""
     texts: Identity[dict[str, str]] = Field({})
     """Text files that templates can use, by name. Each value is a template of a path under `media.root`. A row fails
     if its file is missing."""
-    order: Identity[Literal["images-first", "text-first"]] = "images-first"
-    """Whether images or text come first in the user message."""
     chat: Identity[bool] = True
     """Apply the model's chat template. With `false`, `user` is sent as it is. The default is `false` for the pooling
     tasks if the prompt has no images, videos or audio clips."""
@@ -68,6 +65,12 @@ class PromptTable(Table):
     def has_media(self) -> bool:
         return bool(self.images or self.videos or self.audios)
 
+    @property
+    def marks(self) -> frozenset[str]:
+        """Names in `user` that mark the place of an image, a video or a sound. They are not columns of the row."""
+        kinds = ("image", "video", "audio")
+        return frozenset(kind for kind in kinds if self.chat and getattr(self, f"{kind}s"))
+
     @field_validator("tools")
     @classmethod
     def _are_definitions(cls, tools: Any) -> Any:
@@ -86,11 +89,6 @@ class PromptTable(Table):
         for name in ("system", "user"):
             if getattr(self, name) is not None and getattr(self, f"{name}_file") is not None:
                 raise ValueError(f"{name} and {name}_file are both given; keep one")
-        if self.captions and len(self.captions) != len(self.images):
-            raise ValueError(
-                f"{len(self.captions)} captions for {len(self.images)} images;"
-                " give one per image or none"
-            )
         if not self.chat and (self.system or self.system_file or self.images or self.tools):
             raise ValueError("chat = false sends plain text: leave out system, images and tools")
         if self.tool_choice is not None and self.tools is None:

@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
@@ -50,12 +50,21 @@ class RowTemplate:
     - ``source``: the template's text. ``key``: its name in errors.
     - ``keeps_type``: if the template is only ``{{ expression }}``, its value is that of the expression, for example
       bytes or a list, instead of text.
+    - ``marks``: names that are not fields of the row. The attribute ``marks`` holds those that the template uses.
 
     Raises:
         JobError: it is not a valid template.
     """
 
-    def __init__(self, job: JobConfig, key: str, source: str, *, keeps_type: bool = False) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        key: str,
+        source: str,
+        *,
+        keeps_type: bool = False,
+        marks: Set[str] = frozenset(),
+    ) -> None:
         self.key, self.source = key, source
         self._timeout_s, self._defaults = job.run.row_timeout_s, job.vars
         lone = _LONE_EXPRESSION.match(source) if keeps_type else None
@@ -69,7 +78,8 @@ class RowTemplate:
                     "include is not available: prompt.user_file reads the prompt from a file, prompt.texts reads"
                     " a text for each row"
                 )
-            self.names = fields_read(source)
+            read = fields_read(source)
+            self.names, self.marks = read - marks, read & marks
             if "self" in names_in_order(source):  # Jinja fills in an object that lists its blocks
                 raise JinjaError("self is a reserved name of Jinja; rename the row's field")
             self._here = None if self.is_apart else self._compiled()
@@ -111,7 +121,7 @@ class RowTemplate:
         return found
 
     def _value_apart(self, names: Mapping[str, Any]) -> Any:
-        read = {name: names[name] for name in self.names if name in names}
+        read = {name: names[name] for name in self.names | self.marks if name in names}
         try:
             question = pickle.dumps((self.source, self._expression, read), protocol=5)
         except Exception as error:  # pickling runs the objects' own code

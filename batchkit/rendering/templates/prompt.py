@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -27,22 +27,17 @@ class FileTemplates:
         self._job = job
         self.query_images = self._images("pair.query_images", job.pair.query_images)
         self.document_images = self._images("pair.document_images", job.pair.document_images)
-        self.images = [
-            *self._images("prompt.images", job.prompt.images),
-            *self.query_images,
-            *self.document_images,
-        ]
-        self.clips = {
+        self.by_kind = {
             kind: self._images(f"prompt.{kind}s", getattr(job.prompt, f"{kind}s"))
-            for kind in CLIPS
-            if getattr(job.prompt, f"{kind}s")
+            for kind in ("image", *CLIPS)
         }
-        """The templates of each kind of clip in the prompt."""
+        """The templates of images and of each kind of clip."""
+        self.by_kind["image"] += [*self.query_images, *self.document_images]
         self.texts = {
             name: RowTemplate(job, f"prompt.texts.{name}", source)
             for name, source in job.prompt.texts.items()
         }
-        self.media = [*self.images, *chain.from_iterable(self.clips.values())]
+        self.media = [*chain.from_iterable(self.by_kind.values())]
         self.all = [*self.texts.values(), *self.media]
 
     def _images(self, key: str, sources: Iterable[str]) -> list[RowTemplate]:
@@ -66,7 +61,7 @@ class PromptTemplates:
         prompt = job.prompt
         self.tools = JobTools(job)
         self.system = self._of_prompt("system", prompt.system, prompt.system_file)
-        self.user = self._of_prompt("user", prompt.user, prompt.user_file)
+        self.user = self._of_prompt("user", prompt.user, prompt.user_file, prompt.marks)
         texts_of_files = {
             "system": self.system and self.system.source,
             "system_file": None,
@@ -78,10 +73,6 @@ class PromptTemplates:
         self.query = self._of_pair("query")
         self.documents = self._of_pair("documents", keeps_type=True)
         self.files = FileTemplates(job)
-        self.captions = [
-            self._template(f"prompt.captions.{n}", source)
-            for n, source in enumerate(prompt.captions)
-        ]
         lora = prompt.lora
         self.lora = self._template("prompt.lora", lora, keeps_type=True) if lora else None
         self.sampling = {
@@ -92,14 +83,14 @@ class PromptTemplates:
         self._note = note if job.retry.reask else None
         texts = [*filter(None, (self.system, self.user, self.query, self.documents))]
         tools = [*filter(None, [self.tools.template])]
-        self.names = _names_of([*texts, *self.captions])
+        self.names = _names_of(texts)
         """The names in the prompt's text: fields of the row, its texts, or entries of ``[vars]``."""
         in_order = [name for text in texts for name in names_in_order(text.source)]
         fields = self.names - job.vars.keys()
         # Most chat templates put the tools before the messages.
         self.fields_in_order = sorted(_names_of(tools) - job.vars.keys())
         self.fields_in_order += [name for name in dict.fromkeys(in_order) if name in fields]
-        self.all = [*texts, *self.captions, *tools, *self.files.all]
+        self.all = [*texts, *tools, *self.files.all]
         """The templates of the prompt."""
         others = filter(None, [self._note, self.lora, *self.sampling.values()])
         self.takes_long = any(part.is_apart for part in (*self.all, *others))
@@ -108,15 +99,19 @@ class PromptTemplates:
     def note(self, fields: Mapping[str, Any]) -> str:
         return "" if self._note is None else self._note.text(fields).strip()
 
-    def _of_prompt(self, key: str, text: str | None, path: str | None) -> RowTemplate | None:
+    def _of_prompt(
+        self, key: str, text: str | None, path: str | None, marks: Set[str] = frozenset()
+    ) -> RowTemplate | None:
         if path is None:
-            return None if text is None else self._template(f"prompt.{key}", text)
+            if text is None:
+                return None
+            return RowTemplate(self._job, f"prompt.{key}", text, marks=marks)
         try:
             text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise JobError(f"prompt.{key}_file: {path}: can't be read: {reason}") from error
-        return self._template(f"prompt.{key}_file: {path}", text)
+        return RowTemplate(self._job, f"prompt.{key}_file: {path}", text, marks=marks)
 
     def _of_pair(self, name: str, *, keeps_type: bool = False) -> RowTemplate | None:
         source = getattr(self._job.pair, name)
