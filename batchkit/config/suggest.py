@@ -18,6 +18,8 @@ NAMES = {
     "engine.options.tensor_parallel_size": "tp tp_size tensor_parallel gpus num_gpus n_gpus",
     "input.path": "input_file input_path input_files dataset dataset_path data_path data_file",
     "input.limit": "max_rows max_samples num_samples",
+    "media.fps": "video_fps",
+    "media.num_frames": "video_frames nframes max_frames",
     "output.dir": "output_dir output_folder out_dir save_dir result_dir",
     "output.export": "output.path output.file output.format output_file output_path output_format",
     "prompt.system": "system_prompt system_message",

@@ -91,7 +91,7 @@ def test_rows_with_videos_and_images_answer_as_llm_generate_does(
     }
 
     options = {**_OPTIONS, "max_model_len": 1024}
-    ours = _run(tmp_path, demo_model, options, prompt=prompt, media={"video_frames": _FRAMES})
+    ours = _run(tmp_path, demo_model, options, prompt=prompt, media={"num_frames": _FRAMES})
 
     expected = generated({**options, "model": str(demo_model)}, calls, max_tokens=16)
     assert [n for n in range(len(rows)) if ours[n] != expected[n]] == []
@@ -143,7 +143,7 @@ def test_images_sound_and_video_of_one_row_reach_the_model_together(
         "audios": ["{{ name }}.mkv", "{{ name }}.wav"],
     }
 
-    ours = _run(tmp_path, model, options, prompt=prompt, media={"video_frames": _FRAMES})
+    ours = _run(tmp_path, model, options, prompt=prompt, media={"num_frames": _FRAMES})
 
     expected = generated({**options, "model": str(model)}, calls, max_tokens=16)
     assert [n for n in range(len(rows)) if ours[n] != expected[n]] == []

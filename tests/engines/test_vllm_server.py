@@ -115,7 +115,7 @@ def test_videos_are_sent_as_their_files_and_seen_as_vllm_sees_their_frames(
     job: dict[str, Any] = {
         "input": {"path": "rows.jsonl"},
         "prompt": {"user": "first {{ video }} then {{ video }}", "videos": ["{{ clip }}", "0.mkv"]},
-        "media": {"video_frames": 6},
+        "media": {"num_frames": 6},
         "sampling": {"temperature": 0, "max_tokens": 16},
     }
     frames = {"video": {"num_frames": 6, "video_backend": "opencv"}}

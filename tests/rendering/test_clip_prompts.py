@@ -175,7 +175,7 @@ def test_what_is_wrong_with_a_clip_is_its_rows_error(
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"media": {"video_frames": 4, "video_fps": 1}}, "keep one"),
+        ({"media": {"num_frames": 4, "fps": 1}}, "keep one"),
         (
             {"engine": {"kind": "transformers", "model": "m"}, "prompt": {"videos": ["{{ a }}"]}},
             'prompt.videos: engine.kind "transformers" does not support them',

@@ -22,7 +22,7 @@ WAV = clips.sound(TONE)
 
 
 def video(source: Any, media: MediaTable | None = None) -> Video:
-    found = load_media("video", source, media or media_table(video_frames=5))
+    found = load_media("video", source, media or media_table(num_frames=5))
     assert isinstance(found, Video)
     return found
 
@@ -48,7 +48,7 @@ def test_the_still_of_a_video_is_of_its_middle_and_small() -> None:
 @pytest.mark.parametrize("wanted", [1, 5, 32])
 def test_frames_are_taken_evenly_with_their_times(n_frames: int, wanted: int) -> None:
     made = clips.frames(n_frames)
-    found = video(clips.video(made, rate=8), media_table(video_frames=wanted))
+    found = video(clips.video(made, rate=8), media_table(num_frames=wanted))
 
     picked = clips.chosen(n_frames, wanted)
     assert (found.frames == made[picked]).all()
@@ -59,15 +59,15 @@ def test_frames_are_taken_evenly_with_their_times(n_frames: int, wanted: int) ->
 
 def test_frames_by_seconds_follow_the_length() -> None:
     found = [
-        len(video(clips.video(clips.frames(n), rate=8), media_table(video_fps=2)).frames)
+        len(video(clips.video(clips.frames(n), rate=8), media_table(fps=2)).frames)
         for n in (1, 8, 24)
     ]
     assert found == [1, 2, 6]
 
 
 def test_frames_are_scaled_to_the_limit_of_images() -> None:
-    assert video(VIDEO, media_table(video_frames=2, max_pixels=1536)).frames.shape == (2, 32, 48, 3)
-    assert video(VIDEO, media_table(video_frames=2, factor=32)).frames.shape == (2, 64, 96, 3)
+    assert video(VIDEO, media_table(num_frames=2, max_pixels=1536)).frames.shape == (2, 32, 48, 3)
+    assert video(VIDEO, media_table(num_frames=2, factor=32)).frames.shape == (2, 64, 96, 3)
 
 
 def test_a_clip_of_a_phone_is_upright() -> None:

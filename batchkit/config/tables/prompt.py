@@ -125,10 +125,10 @@ class MediaTable(Table):
     image."""
     pdf_dpi: Identity[PositiveInt] = 150
     """Resolution for rendering PDF pages, in dots per inch. `max_pixels` applies to the result."""
-    video_frames: Identity[PositiveInt] = 32
+    num_frames: Identity[PositiveInt] = 32
     """Number of frames taken from a video, evenly spaced from first to last. `max_pixels` applies to each frame."""
-    video_fps: Identity[PositiveFloat | None] = None
-    """Frames taken per second of video, instead of a fixed `video_frames`."""
+    fps: Identity[PositiveFloat | None] = None
+    """Frames taken per second of video, instead of a fixed `num_frames`."""
     max_video_seconds: Free[PositiveFloat] = 3600
     """Maximum length of a video, in seconds. The rows of longer videos fail."""
     audio_sample_rate: Identity[PositiveInt] = 16000
@@ -146,6 +146,6 @@ class MediaTable(Table):
             raise ValueError(
                 f"min_pixels {self.min_pixels} is over max_pixels {self.max_pixels}; lower the one or raise the other"
             )
-        if self.video_fps is not None and "video_frames" in self.model_fields_set:
-            raise ValueError("video_frames and video_fps are both given; keep one")
+        if self.fps is not None and "num_frames" in self.model_fields_set:
+            raise ValueError("num_frames and fps are both given; keep one")
         return self

@@ -136,9 +136,9 @@ def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
     """Return the indexes of evenly spaced frames, from the first to the last frame, chosen as by vLLM's own loader."""
     import numpy as np
 
-    wanted = media.video_frames
-    if media.video_fps is not None:
-        wanted = max(1, round(seconds * media.video_fps))
+    wanted = media.num_frames
+    if media.fps is not None:
+        wanted = max(1, round(seconds * media.fps))
     return [int(n) for n in np.linspace(0, total - 1, min(wanted, total))]
 
 
@@ -150,6 +150,6 @@ def _need_bytes(full: Size, size: Size, n_frames: int, name: str, media: MediaTa
         raise MediaError(
             f"{name}: {n_frames} frames of {size.width}×{size.height} pixels need {need_bytes} bytes to"
             f" decode, media.max_decode_bytes is {media.max_decode_bytes}; raise it, or lower"
-            " media.video_frames or media.max_pixels"
+            " media.num_frames or media.max_pixels"
         )
     return need_bytes
