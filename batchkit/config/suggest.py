@@ -22,6 +22,7 @@ NAMES = {
     "media.num_frames": "video_frames nframes max_frames",
     "output.dir": "output_dir output_folder out_dir save_dir result_dir",
     "output.export": "output.path output.file output.format output_file output_path output_format",
+    "pooling.use_activation": "normalize normalize_embeddings",
     "prompt.system": "system_prompt system_message",
     "prompt.user": "user_prompt prompt_template user_message instruction messages",
     "run.max_in_flight": "concurrency max_concurrency max_concurrent_requests",

@@ -214,7 +214,7 @@ def _fault_of(pooled: Pooled, vector_dtype: str) -> str | None:
         return None
     return (
         f"the vector has {largest:,.0f}, which {vector_dtype} can't hold; set output.vector_dtype ="
-        ' "float32" (or pooling.normalize = true)'
+        ' "float32" (or pooling.use_activation = true)'
     )
 
 

@@ -41,15 +41,11 @@ def refusal(**tables: Any) -> str:
         ({"task": "embed", "scoring": {"scorers": ["em"]}}, '[scoring]: is for task = "generate"'),
         (
             {"task": "classify", "pooling": {"dimensions": 4}},
-            '[pooling]: dimensions and normalize are for task = "embed"',
+            'pooling.dimensions: is for task = "embed"',
         ),
         (
             {"task": "embed", "pooling": {"dimensions": 0}},
             "pooling.dimensions: found 0, expected whole number ≥ 1",
-        ),
-        (
-            {"task": "embed", "pooling": {"normalize": True, "use_activation": False}},
-            "normalize and use_activation are the same setting",
         ),
         ({"task": "embed", "prompt": {"system": "Be brief."}}, "unless prompt.chat = true"),
         ({"task": "score", "pair": {"documents": "x"}}, "pair.query: is missing"),
@@ -64,7 +60,7 @@ def refusal(**tables: Any) -> str:
         ),
         (
             {"task": "token_classify", "pooling": {"dimensions": 4}},
-            '[pooling]: dimensions and normalize are for task = "embed"',
+            'pooling.dimensions: is for task = "embed"',
         ),
         (
             {
@@ -108,11 +104,6 @@ def test_texts_to_embed_are_sent_as_they_are(prompt: dict[str, Any], is_chat: bo
 
 def test_generated_answers_are_chats() -> None:
     assert job(prompt={"user": "x"}).prompt.chat
-
-
-def test_normalize_is_what_vllm_calls_use_activation() -> None:
-    found = job(task="embed", pooling={"dimensions": 4, "normalize": False})
-    assert found.params() == {"dimensions": 4, "use_activation": False}
 
 
 def test_what_decides_the_answers_of_a_pooling_task_is_identity() -> None:

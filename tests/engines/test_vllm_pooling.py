@@ -378,6 +378,7 @@ def test_the_texts_of_a_pair_are_shown_as_the_model_gets_them(
         ("token_classifier", "classify", {}, 'task = "classify": vLLM runs'),
         ("embedding", "embed", {"dimension": 4}, "pooling.dimension: vLLM has no such parameter; did you mean 'dimensions'?"),
         ("embedding", "embed", {"task": "embed"}, "pooling.task: vLLM has no such parameter"),
+        ("embedding", "embed", {"normalize": False}, "vLLM has no such parameter; did you mean 'use_activation'?"),
         ("embedding", "embed", {"use_activation": "yes"}, "pooling.use_activation: Expected `bool | null`, got `str`"),
         ("embedding", "embed", {"dimensions": 1000}, "pooling: Model"),
     ],

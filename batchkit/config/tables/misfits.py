@@ -71,10 +71,8 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
             yield f'{key}: is for task = "generate", whose answer is text; task is "{task}", so leave it out'
     if task in OF_TOKENS and job.engine.kind == "openai-server":
         yield f'engine.kind: "openai-server" does not support the task "{task}"; use "vllm"'
-    if task not in ("embed", "token_embed") and (
-        pooling.dimensions is not None or pooling.normalize is not None
-    ):
-        yield f'[pooling]: dimensions and normalize are for task = "embed" or "token_embed"; task is "{task}"'
+    if task not in ("embed", "token_embed") and pooling.dimensions is not None:
+        yield f'pooling.dimensions: is for task = "embed" or "token_embed"; task is "{task}"'
     if task == "score":
         yield from _misfits_of_score(job)
     elif not job.prompt.chat and (job.prompt.system or job.prompt.system_file):

@@ -10,7 +10,6 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    model_validator,
 )
 
 from batchkit.config.tables.base import Identity, Table
@@ -47,29 +46,18 @@ class PairTable(Table):
 
 class PoolingTable(Table):
     """Parameters for `vllm.PoolingParams`, used by all tasks except `generate` and `transcribe`. Any of its names
-    may be used here."""
+    may be used here. `use_activation = false` gives vectors that are not scaled to length 1, or logits instead of
+    probabilities."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     dimensions: Identity[PositiveInt | None] = None
     """For `embed` and `token_embed`: keep only the first `dimensions` values of each vector (by default all). The
     model must be trained for it (Matryoshka). With `dry-run`: the length of its vectors (default 8)."""
-    normalize: Identity[bool | None] = None
-    """For `embed` and `token_embed`: scale each vector to length 1. The default comes from the model. vLLM calls
-    this `use_activation`."""
 
     def params(self) -> dict[str, Any]:
         """Return the keyword arguments for ``vllm.PoolingParams``."""
-        params = self.model_dump(exclude={"normalize"}, exclude_none=True)
-        return params if self.normalize is None else {**params, "use_activation": self.normalize}
-
-    @model_validator(mode="after")
-    def _coherent(self) -> PoolingTable:
-        if self.normalize is not None and "use_activation" in (self.model_extra or {}):
-            raise ValueError(
-                "normalize and use_activation are the same setting for the task embed: remove one of them"
-            )
-        return self
+        return self.model_dump(exclude_none=True)
 
 
 class SpeechTable(Table):
