@@ -45,8 +45,8 @@ class PairTable(Table):
 
 
 class PoolingTable(Table):
-    """Parameters for `vllm.PoolingParams`, used by all tasks except `generate` and `transcribe`. Any of its names
-    may be used here. `use_activation = false` gives vectors that are not scaled to length 1, or logits instead of
+    """Parameters for `vllm.PoolingParams`, used by all tasks except `generate` and `transcribe`. Each
+    parameter of `vllm.PoolingParams` may be used as a key here. `use_activation = false` gives vectors that are not scaled to length 1, or logits instead of
     probabilities."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
