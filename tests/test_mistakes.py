@@ -140,6 +140,11 @@ RUNS = [
             "run": '"ok": 3',
         }.items()
     ),
+    Mistake(  # answers in words, references that are numbers
+        "run job.toml --set scoring.reference=stars --set 'scoring.scorers=[\"em\"]'",
+        ("EM is 0 for all 3 rows; in the first, the prediction is '", "' and the reference '5'"),
+        0,
+    ),
     Mistake(
         "run job.toml\nreport output/mood",
         ("nothing is scored: set [scoring] extract, reference and scorers in the job file",),

@@ -45,8 +45,9 @@ def table_of(
     reach = Reach.of(folder, media) if job is None else None
     job = job or job_of_run(folder)
     scoring, choices = job.scoring, _choices_of(job)
-    names = {scoring.group_by or "", str(scoring.reference) if choices else ""} - {""}
+    names = {scoring.group_by or "", scoring.reference or ""} - {""}
     confusion = defaultdict[str, Counter[str]](Counter)
+    wrong = list[tuple[str, str]]()
 
     def records() -> Iterator[dict[str, Any]]:
         for record, fields in with_fields(read_scored(folder), job, names, reach):
@@ -55,9 +56,12 @@ def table_of(
                 right = chosen(str(fields.get(str(scoring.reference))), choices)
                 found = chosen(record.get("prediction") or "", choices)
                 confusion[right or _OTHER][found or _OTHER] += 1
+            if not wrong and scoring.reference and (record.get("scores") or {}).get("em") == 0:
+                wrong.append((str(record["prediction"]), str(fields.get(scoring.reference))))
             yield {**record, "fields": fields}
 
-    return replace(tabulate(records(), scoring.group_by), confusion=confusion)
+    table = tabulate(records(), scoring.group_by)
+    return replace(table, confusion=confusion, first_wrong=next(iter(wrong), None))
 
 
 def _choices_of(job: JobConfig) -> Sequence[str]:

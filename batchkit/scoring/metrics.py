@@ -13,11 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchkit.config.terminal import shortened
+
 OUT_OF_TEN = ("reward",)
 ERROR_RATES = ("wer", "cer")
 """Lower is better."""
 ALL = "all"
 _MOST_REASONS = 20
+_FEW = 3  # rows; a score of 0 for fewer rows is no sign of a mistake
 _NAMES = {
     "f1": "F1",
     "em": "EM",
@@ -93,6 +96,8 @@ class ScoreTable:
     names: list[str]
     confusion: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Number of answers by reference, then by prediction, if answers are one of several choices."""
+    first_wrong: tuple[str, str] | None = None
+    """Prediction and reference of the first row whose EM is 0."""
 
     @property
     def total(self) -> int:
@@ -118,6 +123,13 @@ class ScoreTable:
         lines = [markdown(heads, rows)]
         lines += [self._spread_text(name) for name in OUT_OF_TEN if name in self.overall.scores]
         lines += [self._confusion_text()] * bool(self.confusion)
+        exact = self.overall.scores.get("em", ())
+        if self.first_wrong is not None and len(exact) >= _FEW and not any(exact):
+            prediction, reference = map(shortened, self.first_wrong)
+            lines.append(
+                f"EM is 0 for all {len(exact):,} rows; in the first, the prediction is {prediction!r} and the"
+                f" reference {reference!r}"
+            )
         because = self.overall.unscored_because.items()
         lines += [f"unscored, {count:,} rows: {reason}" for reason, count in because]
         if not self.names and self.overall.unscored and not because:
