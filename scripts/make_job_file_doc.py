@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import PlainSerializer
 from pydantic.fields import FieldInfo
 
 from batchkit.config.job_schema import SCHEMA, descriptions, job_schema
 from batchkit.config.problems import in_words
+from batchkit.config.seams import EXTRACTORS, SCORERS
 from batchkit.config.speed_options import SPEED_OPTIONS
 from batchkit.config.suggest import NAMES
 from batchkit.config.tables import (
@@ -144,6 +146,17 @@ If you use a name on the right where batchkit has no such name, the error messag
 """
 
 
+PARAMETERS = """
+### Parameters of extractors and scorers
+
+An extractor or a scorer with parameters is a table: `extract = { regex = { pattern = "Answer: (.*)" } }`,
+`scorers = ["em", { numeric = { tolerance = 0.05 } }]`. docs/scoring.md says what the parameters do.
+
+| parameter | type | default |
+|---|---|---|
+"""
+
+
 _OF_THEIR_OWN = ("vars", "steps", "rollout", "engines")  # sections
 
 
@@ -155,6 +168,7 @@ def document() -> str:
     sections = [
         _section(name, field.annotation)
         + (SPEED + _section("engine.server", ServerTable)) * (name == "engine")
+        + (PARAMETERS + "".join(_parameters())) * (name == "scoring")
         for name, field in fields.items()
         if _is_table(field)
     ]
@@ -199,12 +213,22 @@ def _table(fields: dict[str, FieldInfo], described: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _parameters() -> Iterator[str]:
+    """Yield a line for each parameter of an extractor or a scorer."""
+    for key, seam in (("extract", EXTRACTORS), ("scorers", SCORERS)):
+        for name in seam.documented:
+            for one, field in seam.parameters(name).model_fields.items():
+                words = _CODE.sub(r"`\g<0>`", in_words(field.annotation, field.metadata))
+                yield f"| `{key}.{name}.{one}` | {words} | {_default(one, field)} |\n"
+
+
 def _default(name: str, field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     if field.default is None or field.default == "":
         return "not set"
-    shown = f"`{json.dumps(field.default)}`"
+    written = [one.func for one in field.metadata if isinstance(one, PlainSerializer)]
+    shown = f"`{json.dumps(written[0](field.default) if written else field.default)}`"
     if name.endswith("_bytes"):
         shown += f" ({field.default // 2**20:,} MiB)"
     return shown

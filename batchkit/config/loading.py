@@ -342,10 +342,11 @@ def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
             return root
         return folder
     check_user_info(root, "media.root")
-    if job.scoring.table is not None and job.scoring.allow_code:
+    charts = [table.scorers.get("chart", {}) for table in job.scoring.tables]
+    if job.scoring.allow_code and any(chart.get("table") for chart in charts):
         raise JobError(
-            f"scoring.table: tables are read from a folder, but media.root is {bare(root)};"
-            " set media.root to a folder that holds them, or leave scoring.table out"
+            f"scoring.scorers.chart.table: tables are read from a folder, but media.root is {bare(root)};"
+            " set media.root to a folder that holds them, or leave the table out"
         )
     return root
 

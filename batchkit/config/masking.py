@@ -29,8 +29,8 @@ CONTENT = frozenset(
         *("pair.query", "pair.documents"),
         *("retry.reask", "retry.reask_note"),
         "output.keep",
-        *("scoring.pattern", "scoring.choices", "scoring.rules"),
-        *("steps.when", "steps.pattern", "steps.choices"),
+        *("scoring.extract", "scoring.choices", "scoring.rules"),
+        *("steps.when", "steps.extract", "steps.choices"),
     ]
 )  # fmt: skip
 

@@ -54,12 +54,20 @@ def annotation_of(job: Model, parts: Iterable[Any]) -> Any:
 
 
 def homes_of(job: Model, key: str) -> list[str]:
-    """Return the dotted keys of top-level tables whose last part is ``key``, to suggest where a misplaced key
-    belongs."""
-    tables = {name: _table_in(field.annotation) for name, field in job.model_fields.items()}
-    return [
-        f"{name}.{key}" for name, table in tables.items() if table and key in table.model_fields
-    ]
+    """Return the dotted keys of top-level tables, and of parameters in them, whose last part is ``key``, to suggest
+    where a misplaced key belongs."""
+    homes = []
+    for name, field in job.model_fields.items():
+        fields = {} if (table := _table_in(field.annotation)) is None else table.model_fields
+        homes += [f"{name}.{key}"] * (key in fields)
+        homes += [
+            f"{name}.{place}.{one}.{key}"
+            for place, its in fields.items()
+            if get_origin(its.annotation) is dict and (seam := _seam_in(its.metadata)) is not None
+            for one in seam.documented
+            if key in seam.parameters(one).model_fields
+        ]
+    return homes
 
 
 def shown(value: Any) -> str:
@@ -79,10 +87,11 @@ def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
         return f"list of {in_words(parts[0])}".replace("of number", "of numbers").replace(
             "of table", "of tables"
         )
+    if (seam := next((limit for limit in limits if isinstance(limit, Seam)), None)) is not None:
+        names = _either([*map(json.dumps, seam.documented), *["table"] * (origin is dict)])
+        return f"list of {names}" if origin is dict and seam.is_list else names
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
-    if (seam := next((limit for limit in limits if isinstance(limit, Seam)), None)) is not None:
-        return _either([json.dumps(name) for name in seam.documented])
     word = {bool: "true or false", int: "whole number", float: "number", str: "text"}
     bounds = " and ".join(_bounds(annotation, limits))
     return f"{word[annotation]} {bounds}".rstrip()
@@ -122,6 +131,8 @@ def _place(job: Model, parts: Iterable[Any]) -> _Place:
             field = table.model_fields.get(part)
             annotation, limits = (None, []) if field is None else (field.annotation, field.metadata)
             place = _Place((*place.location, part), annotation, limits, [*table.model_fields])
+        elif (seam := _seam_in((place.annotation, *place.limits))) is not None and seam.has(part):
+            place = _Place((*place.location, part), seam.parameters(part))
         elif isinstance(part, int) or _table_in(_entry(place.annotation)) is not None:
             place = _Place((*place.location, part), _entry(place.annotation))
     return place
@@ -134,6 +145,15 @@ def _table_in(annotation: Any) -> Model | None:
     if get_origin(annotation) in (list, dict):
         return None
     return next(filter(None, map(_table_in, get_args(annotation))), None)
+
+
+def _seam_in(parts: Iterable[Any]) -> Seam | None:
+    """Return the seam whose names are the keys of a dict, from its type, also inside a union."""
+    for part in parts:
+        found = part if isinstance(part, Seam) else _seam_in(get_args(part))
+        if found is not None:
+            return found
+    return None
 
 
 def _entry(annotation: Any) -> Any:
@@ -166,13 +186,15 @@ def _problem(detail: Mapping[str, Any], place: _Place, table: Model, unknown: st
     if kind == "extra_forbidden":
         return f"{unknown}{_hint(place, found, table)}"
     if kind == "missing":
-        return f"this {'table' if len(place.location) == 1 else 'key'} is missing"
+        *_, above, name, key = ("", "", *place.location)
+        hint = f"; write {{ {name} = {{ {key} = … }} }}" if above in ("extract", "scorers") else ""
+        return f"this {'table' if len(place.location) == 1 else 'key'} is missing{hint}"
     if kind == "value_error":
         return str(detail["msg"]).removeprefix("Value error, ")
     hint = did_you_mean(str(found), _literals(place.annotation))
     is_value = isinstance(found, str) or len(place.location) == 1
-    if is_value and (inner := _table_in(place.annotation)) is not None:
-        names = inner.model_fields
+    inner = _table_in(place.annotation)
+    if is_value and inner is not None and (names := inner.model_fields):
         key = "user" if "user" in names else next(iter(names))
         hint = f"; set one of its keys, for example {place.location[-1]}.{key}"
     expected = in_words(place.annotation, place.limits)
@@ -200,7 +222,7 @@ def _hint(place: _Place, found: Any, table: Model) -> str:
         return f"; did you mean {' or '.join(map(repr, homes))}?"
     if near := did_you_mean(key, place.known):
         return near
-    hint = f"; known: {', '.join(place.known)}"
+    hint = f"; known: {', '.join(place.known) or 'none'}"
     if "engine" in place.known or place.location[0] in ("engine", "engines"):
         hint += (
             "; put vLLM's options into [engine.options], its sampling parameters into [sampling]"

@@ -9,13 +9,14 @@ each added export. docs/plugins.md describes each extension point.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from inspect import signature
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, create_model
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.terminal import shortened
@@ -27,14 +28,15 @@ class Seam(NamedTuple):
 
     ``name``: the entry point group is ``batchkit.NAME``. ``table``: ``"module:NAME"`` of the dict of built-in
     implementations. ``also``: further values that the job file accepts for this key, without an implementation here.
-    ``beside``: another extension point whose names this key accepts, too. Entry points are read only if a name is not
-    built in, or to list all names.
+    ``beside``: another extension point whose names this key accepts, too. ``is_list``: the key takes a list of names.
+    Entry points are read only if a name is not built in, or to list all names.
     """
 
     name: str
     table: str
     also: tuple[str, ...] = ()
     beside: Seam | None = None
+    is_list: bool = False
 
     @property
     def built_in(self) -> Mapping[str, Any]:
@@ -89,6 +91,18 @@ class Seam(NamedTuple):
                 " that package"
             ) from error
 
+    def parameters(self, name: str) -> type[BaseModel]:
+        """Return a model of the parameters that ``name`` takes in the job file: the keyword-only parameters of its
+        function, which is the implementation itself, its ``find`` or its ``score``.
+
+        Raises:
+            JobError: Another package provides it, and importing it fails.
+        """
+        if self.beside is not None and name not in self.built_in and self.beside.has(name):
+            return self.beside.parameters(name)
+        found = self.load(name)
+        return _keywords(getattr(found, "find", getattr(found, "score", found)))
+
     def check(self, name: str) -> str:
         """Return ``name`` if it is valid; pydantic calls this for keys of the job.
 
@@ -111,7 +125,7 @@ ENGINES = Seam("engines", "batchkit.engines:ENGINES")
 
 READERS = Seam("readers", "batchkit.sources.formats:FORMATS", also=("auto",))
 DEFERRED = Seam("deferred_scorers", "batchkit.scoring.deferred:DEFERRED")
-SCORERS = Seam("scorers", "batchkit.scoring.scorers:SCORERS", beside=DEFERRED)
+SCORERS = Seam("scorers", "batchkit.scoring.scorers:SCORERS", beside=DEFERRED, is_list=True)
 EXTRACTORS = Seam("extractors", "batchkit.scoring.extract:EXTRACTORS")
 MODES = Seam("scoring_modes", "batchkit.scoring.overlap:MODES")
 PREDICTIONS = Seam("predictions", "batchkit.commands.score.predictions:PREDICTIONS")
@@ -121,7 +135,6 @@ EngineKind = Annotated[str, ENGINES, AfterValidator(ENGINES.check)]
 FormatName = Annotated[str, READERS, AfterValidator(READERS.check)]
 ScorerName = Annotated[str, SCORERS, AfterValidator(SCORERS.check)]
 ModeName = Annotated[str, MODES, AfterValidator(MODES.check)]
-Extract = Annotated[str, EXTRACTORS, AfterValidator(EXTRACTORS.check)]
 
 
 def is_deferred(scorer: str) -> bool:
@@ -134,6 +147,21 @@ def found_at(target: str) -> Any:
     module, _, name = target.partition(":")
     found = import_module(module)
     return getattr(found, name) if name else found
+
+
+@lru_cache
+def _keywords(function: Callable[..., Any]) -> type[BaseModel]:
+    """Return a model of the keyword-only parameters of ``function``, with their types and defaults."""
+    fields: dict[str, Any] = {
+        name: (
+            Any if one.annotation is one.empty else one.annotation,
+            ... if one.default is one.empty else one.default,
+        )
+        for name, one in signature(function).parameters.items()
+        if one.kind is one.KEYWORD_ONLY
+    }
+    strict = ConfigDict(extra="forbid", strict=True)
+    return create_model("Parameters", __config__=strict, __module__=function.__module__, **fields)
 
 
 @lru_cache

@@ -382,10 +382,9 @@ def _absent(key: str, names: Iterable[str], first: Mapping[str, Any]) -> Iterato
 def _without_number(table: ScoringTable, first: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each reference field for the scorer ``numeric`` in which the first row has no number, and the field's
     text."""
-    for part in table.parts:
-        name = part.reference or table.reference
-        scorers = table.scorers if part.scorers is None else part.scorers
-        if name is None or name not in first or "numeric" not in scorers:
+    for each in table.tables:
+        name = each.reference
+        if name is None or name not in first or "numeric" not in each.scorers:
             continue
         if not numbers_in(text := str(first[name])):
             yield name, text
@@ -398,11 +397,6 @@ def _without_reference(table: ScoringTable) -> list[str]:
     """
     if table.reference_run is not None:
         return []
-    found = {
-        name
-        for part in table.parts
-        if (part.reference or table.reference) is None
-        for name in (table.scorers if part.scorers is None else part.scorers)
-    }
+    found = {name for each in table.tables if each.reference is None for name in each.scorers}
     known = {*SCORERS.built_in, *DEFERRED.built_in}
     return sorted(found & known - _NEED_NO_REFERENCE)

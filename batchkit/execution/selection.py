@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig, ScoringTable
+from batchkit.config.tables.parameters import Parameters
 from batchkit.errors import InvalidOutputError
 from batchkit.rendering.steps import CANDIDATES
 from batchkit.scoring import Scoring
@@ -30,7 +31,7 @@ class Selection:
         for step in job.steps:
             table = step.scoring if step.has_scoring else job.scoring
             if step.name == job.select.step and step.extract is None:
-                table = table.model_copy(update={"extract": "number", "rules": []})
+                table = table.model_copy(update={"extract": {"number": {}}, "rules": []})
             self._scoring[step.name] = Scoring(self._needed(table), references)
 
     def chosen(self, completion: Completion, *, parses: bool) -> Completion:
@@ -67,9 +68,15 @@ class Selection:
     def _needed(self, table: ScoringTable) -> ScoringTable:
         """Return ``table`` with only the scorer whose score decides the choice."""
         name = self._select.scorer
-        scorers = [] if self._select.by != "scorer" else table.scorers if name is None else [name]
-        rules = [rule.model_copy(update={"scorers": None}) for rule in table.rules]
-        return table.model_copy(update={"scorers": scorers, "rules": rules})
+        names = [] if self._select.by != "scorer" else table.scorers if name is None else [name]
+
+        def only(scorers: Parameters) -> Parameters:
+            return {name: its for name, its in scorers.items() if name in names}
+
+        rules = [
+            r.model_copy(update={"scorers": only(r.scorers or {}) or None}) for r in table.rules
+        ]
+        return table.model_copy(update={"scorers": only(table.scorers), "rules": rules})
 
     def _of(self, completion: Completion) -> Scoring:
         return self._scoring[completion.request.step]

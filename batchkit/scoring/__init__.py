@@ -58,13 +58,8 @@ class Scoring:
     ) -> None:
         self._say = say
         self._table = table
-        self._rules = [
-            (
-                compile_where(rule.where),
-                table.model_copy(update=rule.model_dump(exclude={"where"}, exclude_none=True)),
-            )
-            for rule in table.rules
-        ]
+        wheres = (compile_where(rule.where) for rule in table.rules)
+        self._rules = [*zip(wheres, table.tables[1:], strict=True)]
         self._references = references
         self._later = {name: scores_of(name) for name in self.scorers if is_deferred(name)}
         for name in self.scorers:
@@ -94,7 +89,7 @@ class Scoring:
             return self.score_prediction(None, fields, row_id, [_BLANK])
         table, reasons = self.table_for(fields), list[str]()
         extract = partial(extracted, text, table)
-        prediction = self._tried(f"the extractor {table.extract}", row_id, extract, reasons)
+        prediction = self._tried(f"the extractor {table.extractor}", row_id, extract, reasons)
         return self.score_prediction(prediction, fields, row_id, reasons)
 
     def score_prediction(
@@ -125,7 +120,7 @@ class Scoring:
         """Return the prediction that the extractor finds in the answer, without its default, or None."""
         table = self.table_for(fields)
         find = partial(extracted, text, table, may_default=False)
-        return self._tried(f"the extractor {table.extract}", row_id, find, [])
+        return self._tried(f"the extractor {table.extractor}", row_id, find, [])
 
     def reference(self, fields: Mapping[str, Any], row_id: str) -> str | None:
         """Return the correct answer as text, or None if there is none."""
@@ -164,13 +159,13 @@ def scoring_of_steps(job: JobConfig) -> dict[str, Scoring]:
 
 def scorers_of(table: ScoringTable) -> list[str]:
     """Return the names of the scorers in all rules, in the order of the job file."""
-    return list(dict.fromkeys(name for part in table.parts for name in part.scorers or ()))
+    return list(dict.fromkeys(name for each in table.tables for name in each.scorers))
 
 
 def fields_of(table: ScoringTable) -> set[str]:
     """Return the row fields that scoring by ``table`` reads: for rules, references and groups."""
     read = {name for rule in table.rules for name in rule.where}
-    read |= {part.reference for part in table.parts if part.reference is not None}
+    read |= {each.reference for each in table.tables if each.reference is not None}
     return read if table.group_by is None else read | {table.group_by}
 
 

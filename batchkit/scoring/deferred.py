@@ -31,13 +31,19 @@ class DeferredScorer(Protocol):
     scores: Sequence[str]
     """Names of the scores that it gives. They are None until it has run."""
 
-    def fields(self, job: JobConfig) -> set[str]:
+    def fields(self, job: JobConfig, **parameters: Any) -> set[str]:
         """Return the row fields that it reads, besides the reference; an answer has only these fields for certain."""
 
     def score(
-        self, job: JobConfig, answers: Sequence[Answered], say: Callable[[str], None]
+        self,
+        job: JobConfig,
+        answers: Sequence[Answered],
+        say: Callable[[str], None],
+        **parameters: Any,
     ) -> Mapping[int, Mapping[str, float | None]]:
         """Return scores from 0 to 1 by the index of the answer, then by name. Scores that are left out are None.
 
-        ``answers`` are those with this scorer in ``scorers``; there is at least one. ``say`` prints a line.
+        ``answers`` are those with this scorer and these parameters in ``scorers``; there is at least one. ``say`` prints
+        a line. The keyword-only parameters of this method are the scorer's parameters in the job file; ``fields`` gets
+        them, too.
         """

@@ -11,20 +11,25 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from json import JSONDecodeError, JSONDecoder
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator
 
 from batchkit.config.seams import EXTRACTORS as SEAM
 from batchkit.config.tables import ScoringTable
+from batchkit.config.terminal import shortened
+from batchkit.config.values import reason_of
 from batchkit.isolation.client import Gone, ask
 from batchkit.isolation.pattern_child import MEMORY_BYTES, TIMEOUT_S
 from batchkit.scoring.values import in_digits, numbers_in, parse_reward
 
-Extractor = Callable[[str, ScoringTable], str | None]
+Extractor = Callable[..., str | None]
+"""A function of an answer's text. Its keyword-only parameters are the extractor's parameters in the job file."""
 
 
 class OrElse(NamedTuple):
     """An extractor ``find`` with a default. If ``find`` finds nothing, ``retry.reask`` asks again; if that does not
-    help, ``default`` gives the prediction.
+    help, ``default`` gives the prediction. Both get the same parameters.
     """
 
     find: Extractor
@@ -57,61 +62,71 @@ _DEAR = 10_000  # cost of a value nested too deeply for Python, in characters
 _FAILURE = 50  # cost of each failed attempt, in characters
 
 
-def whole(text: str, table: ScoringTable) -> str | None:
+def whole(text: str) -> str | None:
     """Return the text without surrounding white space. If it is a JSON object, return its ``answer`` or
     ``prediction``."""
     text = text.strip()
     if text.startswith("{") and text.endswith("}"):
         for key in _ANSWERS:
-            found = json_value(text, table.model_copy(update={"key": key}))
+            found = json_value(text, key=key)
             if found is not None:
                 return found
     return text
 
 
-def last_number(text: str, table: ScoringTable) -> str | None:
+def last_number(text: str) -> str | None:
     """Return the last number, without thousands separators."""
     found = numbers_in(text)
     return in_digits(found[-1]) if found else None
 
 
-def reward(text: str, table: ScoringTable) -> str | None:
-    """Return the score from 0 to 10 in the text."""
+def reward(text: str, *, default: float | None = None) -> str | None:
+    """Return the score from 0 to 10 in the text. ``default_reward`` uses the parameter."""
     found = parse_reward(text)
     return None if found is None else f"{found:g}"
 
 
-def default_reward(text: str, table: ScoringTable) -> str | None:
-    return None if table.default_reward is None else f"{table.default_reward:g}"
+def default_reward(text: str, *, default: float | None) -> str | None:
+    return None if default is None else f"{default:g}"
 
 
 REWARD = OrElse(reward, default_reward)
 
 
-def score(text: str, table: ScoringTable) -> str | None:
+def score(text: str) -> str | None:
     """Return the number after the last ``[Score]:`` or ``Score:``."""
     found = _SCORE.findall(text)
     return found[-1] if found else None
 
 
-def regex(text: str, table: ScoringTable) -> str | None:
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, MemoryError, OverflowError, ValueError) as error:
+        raise ValueError(
+            f"{shortened(pattern)!r} is not a valid regular expression: {reason_of(error)}"
+        ) from None
+    return pattern
+
+
+def regex(text: str, *, pattern: Annotated[str, AfterValidator(_compiles)]) -> str | None:
     """Return the last match of ``pattern``. If the pattern has groups, return the first group of this match."""
-    found = last_match(table.pattern or "", text)
+    found = last_match(pattern, text)
     return None if found is None else found.strip()
 
 
-def json_value(text: str, table: ScoringTable) -> str | None:
+def json_value(text: str, *, key: str | None = None) -> str | None:
     """Return the value at ``key`` in the last JSON object or list that has it, as JSON unless it is text."""
     found = None
     for value in _json_in(text):
-        at_key = _at(value, table.key)
+        at_key = _at(value, key)
         found = at_key if at_key is not None else found
     if found is not None and not isinstance(found, str):
         found = _as_json(found)
     return None if found is None else found.encode("utf-8", "replace").decode()
 
 
-def code(text: str, table: ScoringTable) -> str | None:
+def code(text: str) -> str | None:
     """Return the last fenced block; without a fence, the text from the first ``import`` line on."""
     if blocks := FENCED.findall(text):
         return str(blocks[-1]).strip()
@@ -168,17 +183,18 @@ def _at(value: Any, key: str | None) -> Any:
 
 
 def extracted(text: str, table: ScoringTable, *, may_default: bool = True) -> str | None:
-    """Return the prediction in ``text``, read by the extractor ``table.extract``, or its default if it finds nothing.
+    """Return the prediction in ``text``, read by the extractor of ``table``, or its default if it finds nothing.
 
     Raises:
         Unscorable: The answer is too long, or extraction takes too long.
     """
     check_length("answer", text, MOST_READ)
-    extractor: Extractor | OrElse = SEAM.load(table.extract)
+    extractor: Extractor | OrElse = SEAM.load(table.extractor)
     find, *default = extractor if isinstance(extractor, OrElse) else [extractor]
-    found = find(text, table)
+    parameters = table.extract[table.extractor]
+    found = find(text, **parameters)
     if found is None and default and may_default:
-        found = default[0](text, table)
+        found = default[0](text, **parameters)
     return None if found is None else str(found)
 
 
@@ -208,7 +224,7 @@ def last_match(pattern: str, text: str) -> str | None:
         EngineError: No process can be started.
     """
     try:
-        kind, found = ask(_HANDLER, "scoring.pattern", marshal.dumps((pattern, text)), _WAIT_S)
+        kind, found = ask(_HANDLER, "the pattern", marshal.dumps((pattern, text)), _WAIT_S)
     except TimeoutError:
         reason = f"did not finish within {_WAIT_S:g} s"
     except Gone as gone:
@@ -221,4 +237,4 @@ def last_match(pattern: str, text: str) -> str | None:
             return match
         too_much = f"needs more than {MEMORY_BYTES >> 30} GiB of memory"
         reason = too_much if kind == "memory" else f"fails: {found}"
-    raise Unscorable(f"scoring.pattern {reason}: {pattern}")
+    raise Unscorable(f"the pattern {reason}: {pattern}")

@@ -8,9 +8,11 @@ scorer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from batchkit.config.installation import how_to_install
 from batchkit.config.seams import SCORERS as SEAM
@@ -20,7 +22,9 @@ from batchkit.scoring.extract import MOST_COMPARED, check_length
 from batchkit.scoring.overlap import overlap, pair
 from batchkit.scoring.values import chosen, numbers_in, parse_reward
 
-Scorer = Callable[[str, str | None, ScoringTable], float | None]
+Scorer = Callable[..., float | None]
+"""A function of the prediction, the correct answer and the table ``[scoring]``. Its keyword-only parameters are the
+scorer's parameters in the job file."""
 
 SCORERS = {
     "f1": "batchkit.scoring.scorers:f1",
@@ -49,7 +53,7 @@ def score_by(
     if prediction is None:
         return None
     scorer: Scorer = SEAM.load(name)
-    score = scorer(prediction, reference, table)
+    score = scorer(prediction, reference, table, **table.scorers[name])
     return score if name in SCORERS else checked(score)
 
 
@@ -62,15 +66,18 @@ def checked(score: float | None) -> float | None:
     return float(score)
 
 
-def of_two(compare: Callable[[str, str, ScoringTable], float | None]) -> Scorer:
+def of_two(compare: Callable[..., float | None]) -> Scorer:
     """Return a scorer made from a function that compares two texts. A row without a correct answer is unscored."""
 
-    def score(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
+    @wraps(compare)
+    def score(
+        prediction: str, reference: str | None, table: ScoringTable, **parameters: Any
+    ) -> float | None:
         if reference is None:
             return None
         check_length("prediction", prediction, MOST_COMPARED)
         check_length("reference", reference, MOST_COMPARED)
-        return compare(prediction, reference, table)
+        return compare(prediction, reference, table, **parameters)
 
     return score
 
@@ -86,7 +93,9 @@ rouge_l, sacrebleu = _of_words("rouge-l"), _of_words("sacrebleu")
 
 
 @of_two
-def numeric(prediction: str, reference: str, table: ScoringTable) -> float | None:
+def numeric(
+    prediction: str, reference: str, table: ScoringTable, *, tolerance: NonNegativeFloat = 0.01
+) -> float | None:
     """Return 1 if prediction and reference have the same numbers in the same order, within the tolerance, otherwise 0.
 
     Returns None if the reference has no number. The tolerance is a fraction of each number of the reference.
@@ -95,7 +104,7 @@ def numeric(prediction: str, reference: str, table: ScoringTable) -> float | Non
     if not right:
         return None
     pairs = zip(found, right, strict=False)
-    close = (abs(x - y) <= table.tolerance * abs(y) + 1e-9 for x, y in pairs)
+    close = (abs(x - y) <= tolerance * abs(y) + 1e-9 for x, y in pairs)
     return float(len(found) == len(right) and all(close))
 
 
@@ -113,10 +122,12 @@ def reward(prediction: str, reference: str | None, table: ScoringTable) -> float
     return parse_reward(prediction)
 
 
-def judge(prediction: str, reference: str | None, table: ScoringTable) -> float | None:
+def judge(
+    prediction: str, reference: str | None, table: ScoringTable, *, max_score: PositiveFloat = 100.0
+) -> float | None:
     """Return the first number of the prediction, divided by ``max_score``, from 0 to 1. It needs no reference."""
     found = numbers_in(prediction)
-    return min(max(found[0] / table.max_score, 0.0), 1.0) if found else None
+    return min(max(found[0] / max_score, 0.0), 1.0) if found else None
 
 
 _PACKAGES = {  # of each scorer: the modules, and the extra that installs them
@@ -141,10 +152,16 @@ def _error_rate(name: str) -> Scorer:
     """
 
     @of_two
-    def rate(prediction: str, reference: str, table: ScoringTable) -> float | None:
+    def rate(
+        prediction: str,
+        reference: str,
+        table: ScoringTable,
+        *,
+        normalizer: Literal["english", "basic"] | None = None,
+    ) -> float | None:
         import jiwer
 
-        normalise = _normaliser(table.normalizer or "basic")
+        normalise = _normaliser(normalizer or "basic")
         right, found = normalise(reference).strip(), normalise(prediction).strip()
         return float(getattr(jiwer, name)(right, found)) if right else None
 

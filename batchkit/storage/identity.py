@@ -51,8 +51,7 @@ _ORDERED = (
 _MODEL = ("kind", "model", "lora", "options.revision", "server.command")
 # Keys of [scoring] that change which choice [select] picks.
 _READ_TO_SELECT = {
-    *("extract", "pattern", "key", "choices", "reference", "reference_run"),
-    *("mode", "tolerance", "default_reward", "rules"),
+    *("extract", "choices", "reference", "reference_run", "scorers", "mode", "rules"),
 }
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 CHANGING = "changing"  # stored instead of the hash of a file that changed while a run read it
@@ -75,9 +74,13 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
     for name, engine in job.engines.items():
         found |= _of_named_engine(name, engine)
     if job.select.by is not None:
-        is_only_one = job.select.by == "scorer" and job.select.scorer is None
-        read = _READ_TO_SELECT | ({"scorers"} if is_only_one else set())
-        found["select.scoring"] = job.scoring.model_dump(include=read, exclude_defaults=True)
+        scorers = {
+            name: parameters
+            for name, parameters in job.scoring.scorers.items()
+            if job.select.by == "scorer" and job.select.scorer in (None, name)
+        }
+        scoring = job.scoring.model_copy(update={"scorers": scorers})
+        found["select.scoring"] = scoring.model_dump(include=_READ_TO_SELECT, exclude_defaults=True)
     if job.rollout is not None:
         place, _, name = job.rollout.function.rpartition(":")
         found |= {"rollout.function": f"{Path(place).name}:{name}", **of_function(job)}
@@ -147,6 +150,7 @@ def _of_step(job: JobConfig, step: StepTable) -> dict[str, Any]:
     found = {
         "place": job.steps.index(step),
         **{key: value for key, value in _marked(step) if not key.startswith(("name", *of_both))},
+        **step.model_dump(include={"extract", "scorers"}),
         **{key: value for key, value in _marked(its) if key.startswith(of_both)},
         **_of_texts(its),
     }
@@ -380,10 +384,8 @@ def _reask(job: JobConfig) -> Any:
     ``[[steps]]``."""
     if not job.retry.reask or job.steps:
         return None
-    looked_for = [
-        (getattr(part, "where", None), part.extract, part.pattern, part.key)
-        for part in job.scoring.parts
-    ]
+    of_rules = {"__all__": {"where", "extract"}}
+    looked_for = job.scoring.model_dump(include={"extract": True, "rules": of_rules})
     return [job.retry.reask, job.retry.reask_note, looked_for]
 
 

@@ -208,7 +208,7 @@ def test_a_judge_that_does_not_fit_is_refused(
 
 def test_each_scorer_of_a_judge_gives_a_score(tmp_path: Path) -> None:
     folder = answered(tmp_path, 1)
-    both = {"scoring": {"scorers": ["judge", "reward"], "max_score": 10}}
+    both = {"scoring": {"scorers": [{"judge": {"max_score": 10}}, "reward"]}}
     with serving(Judge({"q0": ["Score: 4"]})) as server:
         judge_of(folder, judge_file(tmp_path, server, **both))
     assert scored(folder)["q0"][1] == {"em": 1, "judge.judge": 0.4, "judge.reward": 0.4}

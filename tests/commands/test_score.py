@@ -150,10 +150,10 @@ def test_a_scorer_that_breaks_costs_its_score_and_no_answer(
 ) -> None:
     """None of ours is known to break."""
 
-    def breaks(text: str, table: ScoringTable) -> str | None:
+    def breaks(text: str) -> str | None:
         if "row 1" in text:
             raise ArithmeticError("not this one")
-        return last_number(text, table)
+        return last_number(text)
 
     monkeypatch.setattr("batchkit.scoring.extract.last_number", breaks)
     folder = run(job(tmp_path, counted(3), scoring=NUMBER))
@@ -224,7 +224,7 @@ def test_references_that_are_no_text_are_compared_as_json(tmp_path: Path) -> Non
 
 def test_a_run_whose_scoring_changed_is_scored_anew_as_a_whole(answered: Path) -> None:
     job_of = job_of_run(answered)
-    changed = job_of.scoring.model_copy(update={"extract": "text", "scorers": ["em"]})
+    changed = job_of.scoring.model_copy(update={"extract": {"text": {}}, "scorers": {"em": {}}})
     said: list[str] = []
     run_job(job_of.model_copy(update={"scoring": changed}), say=said.append).checked()
     assert {tuple(scores) for _, scores in scored(answered).values()} == {("em",), ()}
@@ -271,7 +271,7 @@ def test_another_scoring_is_kept_by_the_run_and_secrets_stay_masked(
     assert "sk-secret" not in (folder / "job.toml").read_text()
     kept = load_job(folder / "job.toml")
     assert kept.engine.kind == "dry-run"  # the run is what it was, but for its scoring
-    assert kept.scoring.scorers == ["numeric"]
+    assert kept.scoring.scorers == {"numeric": {"tolerance": 0.01}}
     assert scored(folder)["q2"] == ("2", {"numeric": 1.0})
 
 
@@ -482,7 +482,7 @@ def test_scores_that_were_replaced_by_a_score_that_was_killed_are_known_to_be_mi
     """As if it had been killed between the new scores and the note of how they were made."""
     assert not is_mixed(answered)
     kept = {name: (answered / name).read_bytes() for name in ("job.toml", "manifest.json")}
-    changed = job_of_run(answered).scoring.model_copy(update={"scorers": ["em"]})
+    changed = job_of_run(answered).scoring.model_copy(update={"scorers": {"em": {}}})
     made = job_of_run(answered).model_copy(update={"scoring": changed})
 
     class Killed(BaseException):

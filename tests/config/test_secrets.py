@@ -365,7 +365,7 @@ MESSAGES = [
     "zip://a.zip::s3://bucket/x, s3://bucket:directory/x",
     "expected token 'end of print statement', got 'b'",
     "line 3: unexpected token: x",
-    "pattern '(?=a)b' is not a valid regular expression",
+    "scoring.extract.regex.pattern: '(?=a)b' is not a valid regular expression",
     "sampling.max_tokens=5: too many",
     "sampling.max_token: vLLM's SamplingParams has no such parameter",
     "engine.api_key: unknown key; did you mean 'api_key_env'?",

@@ -111,7 +111,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"step": [step()]}, "step: unknown key; did you mean 'steps'?"),
     (
         {"steps": [step(extract="regex")]},
-        'steps.draft: extract = "regex" needs a pattern, here or in each rule that uses it',
+        "steps.draft.extract.regex.pattern: this key is missing; write { regex = { pattern = … } }",
     ),
     (
         {"steps": [step(), step("b", prompt={"system": "x"})]},

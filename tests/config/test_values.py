@@ -66,8 +66,8 @@ TOO_MUCH = {  # a job file, and what its one message names
     "long seed": (f"run.seed = {HUGE[:4000]}", "run.seed: found a number of"),
     "negative number": (f"vars.a = {-(2**63) - 1}", "vars.a: found a number of 65 bits"),
     "number": (f"vars.a = [1, {2**70}]", "vars.a.1: found a number of 71 bits"),
-    "pattern": (f"[scoring]\nextract = 'regex'\npattern = '{'(' * DEEP}{')' * DEEP}'", "scoring: patt"),
-    "repetition": ("scoring.extract = 'regex'\nscoring.pattern = 'a{99999999999}'", "scoring: patt"),
+    "pattern": (f"[scoring.extract.regex]\npattern = '{'(' * DEEP}{')' * DEEP}'", "regex.pattern: "),
+    "repetition": ("scoring.extract.regex.pattern = 'a{99999999999}'", "regex.pattern: "),
     "input.path": (f"input.path = '{{{{ {'(' * DEEP}1{')' * DEEP} }}}}'", "input.path: "),
 }  # fmt: skip
 

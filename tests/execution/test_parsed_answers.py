@@ -169,6 +169,6 @@ def test_reask_adds_its_note() -> None:
 def test_reask_keeps_an_answer_if_the_next_one_is_worse() -> None:
     """The first answer is JSON without the key that the scoring looks for."""
     script = Script(r=['{"b": 1}', "oh"])
-    scoring = {"extract": "json", "key": "a"}
+    scoring = {"extract": {"json": {"key": "a"}}}
     found = asked(script, retry={"reask": 2, "reask_note": "Say a."}, scoring=scoring)
     assert (found["r"]["status"], found["r"]["parsed"]) == ("ok", {"b": 1})

@@ -139,7 +139,7 @@ def test_asking_again_without_a_note_or_for_nothing_is_refused(
 
 def test_a_default_stands_in_only_once_all_asking_was_in_vain() -> None:
     script = Script(r=["no number", "Score: 7"], never=["none"])
-    scoring = {"extract": "reward", "scorers": ["reward"], "default_reward": 5.0}
+    scoring = {"extract": {"reward": {"default": 5.0}}, "scorers": ["reward"]}
     found = asked(script, scoring=scoring)
     assert script.calls == {"r": 2, "never": 3}
     assert [found[name]["scores"] for name in ("r", "never")] == [{"reward": 7}, {"reward": 5}]

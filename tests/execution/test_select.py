@@ -133,7 +133,7 @@ NO_VOTES = {"selected": None, "votes": None}
         ),
         pytest.param(
             [["so 5", "so 5", '{"n": 7}', '{"n": 7, "b": 1}', '{"n": 5}']],
-            {"output": {"parse": "json"}, "scoring": {"extract": "json", "key": "n"}},
+            {"output": {"parse": "json"}, "scoring": {"extract": {"json": {"key": "n"}}}},
             {"parsed": {"n": 7}, "selected": 2, "votes": {"7": 2, "5": 1}},
             id="what is not JSON does not vote",
         ),
@@ -265,7 +265,7 @@ def test_a_row_that_was_interrupted_before_its_record_makes_the_same_choice(
 ) -> None:
     """Its generations are in steps.jsonl: nothing is asked again."""
     is_step = select["by"] == "step"
-    draft = {**DRAFT, "parse": "json", "extract": "json", "key": "n"}
+    draft = {**DRAFT, "parse": "json", "extract": {"json": {"key": "n"}}}
     prompt = {"user": f"judge {{{{ {'candidates' if is_step else 'steps.draft.json.n'} }}}}"}
     tables: dict[str, Any] = {
         "steps": [{**draft, "scorers": ["em"], "reference": "a"}, {**JUDGE, "prompt": prompt}],

@@ -8,7 +8,7 @@ Scores in ``results.jsonl`` were computed as the rows finished. Scores computed 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,7 +114,7 @@ def rescored(
         ids = Counter(record["id"] for record in read_newest(folder / RESULTS))
         check_one_row_each(references, (name for name, n_rows in ids.items() if n_rows > 1))
     scoring = Scoring(job.scoring, references, say)
-    names = scoring.fields | fields_of_deferred(job, scoring)
+    names = scoring.fields | fields_of_deferred(job)
     later: dict[int, dict[str, float | None]] = {}
     if _has_deferred(scoring.scorers):
         needs_later = [
@@ -197,7 +197,7 @@ def _answered(record: Mapping[str, Any], fields: Mapping[str, Any], scoring: Sco
     return Answered(record["index"], row_id, fields, text, reference, known)
 
 
-def _has_deferred(scorers: Sequence[str]) -> bool:
+def _has_deferred(scorers: Iterable[str]) -> bool:
     return any(map(is_deferred, scorers))
 
 

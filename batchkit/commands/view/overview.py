@@ -124,7 +124,7 @@ def _origin(manifest: Manifest, job: JobConfig) -> Iterator[tuple[str, str]]:
     restarts = sum(start.engine_restarts for start in starts)
     overrides = [text for start in starts for text in start.overrides]
     settings = ", ".join(f"{name} {value}" for name, value in job.params().items())
-    scoring = [*map(head, job.scoring.scorers), f"prediction: {job.scoring.extract}"]
+    scoring = [*map(head, job.scoring.scorers), f"prediction: {job.scoring.extractor}"]
     yield "Model", f"{model.name}{f' at {model.revision}' if model.revision else ''}"
     yield "Engine", job.engine.kind
     yield "Versions", ", ".join(f"{name} {version}" for name, version in versions.items())

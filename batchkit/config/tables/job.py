@@ -22,6 +22,7 @@ from batchkit.config.tables.base import Free, Identity, Table
 from batchkit.config.tables.engine import EngineTable, SamplingTable
 from batchkit.config.tables.input import InputTable
 from batchkit.config.tables.misfits import misfits, names_of_other_tools
+from batchkit.config.tables.parameters import Parameters
 from batchkit.config.tables.prompt import MediaTable, PromptTable
 from batchkit.config.tables.run import (
     BudgetTable,
@@ -235,8 +236,12 @@ class JobConfig(Table):
         scoring = dict[str, Any]()
         if self.scoring.group_by is None and self.input.cross:
             scoring["group_by"] = next(iter(self.input.cross))
-        if self.scoring.normalizer is None and self.speech.language == "en":
-            scoring["normalizer"] = "english"
+        if self.speech.language == "en":
+            scoring["scorers"] = _in_english(self.scoring.scorers)
+            scoring["rules"] = [
+                rule.model_copy(update={"scorers": rule.scorers and _in_english(rule.scorers)})
+                for rule in self.scoring.rules
+            ]
         # vllm.LLM.embed applies no chat template to text; vLLM's server applies it to images.
         chat_is_meant = "chat" in self.prompt.model_fields_set or self.prompt.has_media
         prompt = {} if self.generates or chat_is_meant else {"chat": False}
@@ -271,3 +276,12 @@ class JobConfig(Table):
             lines = "\n".join(f"  {problem}" for problem in problems)
             origin = (info.context or {}).get("origin", "JobConfig")
             raise JobError(f"{origin}: {count}\n{lines}") from None
+
+
+def _in_english(scorers: Parameters) -> Parameters:
+    """Return ``scorers`` with the English normalizer for error rates that set none."""
+    english = {"normalizer": "english"}
+    return {
+        name: {**its, **english} if its.get("normalizer", "") is None else its
+        for name, its in scorers.items()
+    }

@@ -11,6 +11,7 @@ from batchkit.config.problems import AT_THE_TOP
 from batchkit.config.seams import ScorerName, is_deferred
 from batchkit.config.suggest import called_here, did_you_mean
 from batchkit.config.tables.engine import SamplingTable
+from batchkit.config.tables.parameters import Parameters
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.tables.scoring import ScoringTable
 from batchkit.config.tables.steps import StepTable
@@ -43,6 +44,7 @@ def misfits(job: JobConfig) -> list[str]:
         _misfits_of_task,
         _misfits_of_steps,
         _misfits_of_each_step,
+        _misfits_of_scoring,
         _misfits_of_retry,
         _misfits_of_engines,
     )
@@ -233,14 +235,12 @@ def _may_have_several(job: JobConfig) -> bool:
     return has_own or job.params().get("n", 1) != 1
 
 
-def _misfits_of_scorer(
-    name: ScorerName | None, scorers: list[ScorerName], place: str
-) -> Iterator[str]:
+def _misfits_of_scorer(name: ScorerName | None, scorers: Parameters, place: str) -> Iterator[str]:
     known = [scorer for scorer in scorers if not is_deferred(scorer)]
     if name is None and len(scorers) != 1:
         remedy = "set select.scorer to one of them" if scorers else f"add one to {place}"
         yield f"select.scorer: is missing; {place} has {len(scorers)} scorers: {remedy}"
-    elif (chosen := name or scorers[0]) not in known:
+    elif (chosen := name or next(iter(scorers))) not in known:
         yield (
             f"select.scorer: found {chosen!r}, expected one of {place} that is computed as rows finish:"
             f" {', '.join(known) or 'there is none'}"
@@ -274,11 +274,20 @@ def _misfits_of_each_step(job: JobConfig) -> Iterator[str]:
         yield from names_of_other_tools({"sampling": params}, place)
 
 
+def _misfits_of_scoring(job: JobConfig) -> Iterator[str]:
+    """Yield a message for each scoring table that has the scorer ``choice`` without choices."""
+    of_steps = {f"steps.{step.name}": step.scoring for step in job.steps}
+    for place, scoring in {"scoring": job.scoring, **of_steps}.items():
+        tables = [table for table in scoring.tables if "choice" in table.scorers]
+        if tables and not any(table.choices for table in tables):
+            yield f'{place}: the scorer "choice" needs {place}.choices, the list of possible answers'
+
+
 def _misfits_of_retry(job: JobConfig) -> Iterator[str]:
     jobs = [each for _, each in job.of_each_step()]
-    extracts = {part.extract for each in jobs for part in each.scoring.parts}
+    extracts = {table.extractor for each in jobs for table in each.scoring.tables}
     parses = any(each.output.parse is not None for each in jobs)
-    if job.retry.reask and extracts <= {"text", None} and not parses:
+    if job.retry.reask and extracts <= {"text"} and not parses:
         keys = "extract or parse of a step" if job.steps else "scoring.extract or output.parse"
         yield f"retry.reask: no answer would be asked again, because all are accepted; set {keys}"
 

@@ -58,17 +58,15 @@ class StepTable(Reading):
     @property
     def scoring(self) -> ScoringTable:
         """The scoring settings that apply to this step's answers."""
-        given = {name: getattr(self, name) for name in Reading.model_fields}
-        return ScoringTable(**{name: value for name, value in given.items() if value is not None})
+        return ScoringTable().model_copy(update=self.reading)
 
     @property
     def has_scoring(self) -> bool:
         """True if the step sets any scoring key itself."""
-        return any(getattr(self, name) is not None for name in Reading.model_fields)
+        return bool(self.reading)
 
     @model_validator(mode="after")
-    def _coherent(self) -> StepTable:
-        _ = self.scoring  # raises ValueError for contradicting keys
+    def _computes_when(self) -> StepTable:
         when = self.when or ""
         if "{" not in when and when.strip().lower() not in _CONSTANTS:
             raise ValueError(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from batchkit.config.tables import ScoringTable
 from batchkit.scoring.extract import OrElse
 
 _MARKERS = ("[Final Answer]:", "Final Answer:")
 FAILED = "[ERROR]"  # the harness's answer for a failed request
 
 
-def final_answer(text: str, table: ScoringTable) -> str | None:
+def final_answer(text: str) -> str | None:
     """Return the text after the last ``[Final Answer]:`` or, without one, ``Final Answer:`` (case-sensitive)."""
     for marker in _MARKERS:
         if marker in text:
@@ -18,7 +17,7 @@ def final_answer(text: str, table: ScoringTable) -> str | None:
     return text.strip() if text.startswith(FAILED) else None
 
 
-def whole_answer(text: str, table: ScoringTable) -> str:
+def whole_answer(text: str) -> str:
     return text.strip()
 
 

@@ -9,7 +9,7 @@ import pytest
 from batchkit.commands.run import run_job
 from batchkit.commands.score import score_run
 from tests.support.chat_server import serving
-from tests.support.scored_runs import echo, engine, job, scored
+from tests.support.scored_runs import echo, engine, job, run, scored
 
 pytestmark = pytest.mark.slow
 
@@ -35,3 +35,17 @@ def test_charts_are_run_only_where_that_is_allowed_and_one_that_can_t_be_spares_
     score_run(made.folder, made.model_copy(update={"scoring": allowed}), say=said.append)
     assert [scores for _, scores in scored(made.folder).values()] == [{"ecr": 1, "pass": 1}, none]
     assert any(t.startswith("row q1: its chart is unscored: 'SubQType' is undef") for t in said)
+
+
+def test_rows_of_each_rule_are_scored_with_its_parameters(tmp_path: Path) -> None:
+    program = "import matplotlib.pyplot as plt\nplt.bar(['a', 'b'], [3, 4])\nplt.show()"
+    kinds = ("BarChart", "LineChart")
+    rows = [{"id": f"q{n}", "kind": kinds[n % 2], "say": program, "a": "[3, 4]"} for n in range(4)]
+    rules = [
+        {"where": {"kind": kind}, "scorers": [{"chart": {"chart_type": kind}}]} for kind in kinds
+    ]
+    scoring = {"extract": "code", "reference": "a", "allow_code": True, "rules": rules}
+    with serving(echo) as server:
+        folder = run(job(tmp_path, rows, engine=engine(server), scoring=scoring))
+    passes = [scores["pass"] for _, scores in scored(folder).values()]
+    assert passes == [1, 0, 1, 0]

@@ -15,24 +15,34 @@ from batchkit.scoring.deferred import Answered
 scores = ("ecr", "pass")
 
 
-def fields(job: JobConfig) -> set[str]:
+def fields(job: JobConfig, *, chart_type: str, table: str | None) -> set[str]:
     """Return the fields in the templates of the chart's type and table."""
     if not job.scoring.allow_code:
         return set()
-    return set[str]().union(*(template.names for template in _templates(job)))
+    return set[str]().union(*(made.names for made in _templates(job, chart_type, table)))
 
 
 def score(
-    job: JobConfig, answers: Sequence[Answered], say: Callable[[str], None]
+    job: JobConfig,
+    answers: Sequence[Answered],
+    say: Callable[[str], None],
+    *,
+    chart_type: str = "{{ SubQType }}",
+    table: str | None = None,
 ) -> dict[int, dict[str, float | None]]:
-    """Run the code of all charts, if ``scoring.allow_code`` permits it, and return their scores by row index."""
+    """Run the code of all charts, if ``scoring.allow_code`` permits it, and return their scores by row index.
+
+    - ``chart_type``: template of the chart's type. Its first word is LineChart, BarChart, ScatterChart or PieChart.
+    - ``table``: template of the path of the file that the code reads, under ``media.root``. The file is opened after
+      its path is checked, so no other user may have write access below ``media.root``.
+    """
     if not job.scoring.allow_code:
         say(
             f"{len(answers):,} charts are unscored: set scoring.allow_code = true to run their code"
         )
         return {}
     say(f"running the code of {len(answers):,} charts")
-    kind, *table = _templates(job)
+    kind, *path = _templates(job, chart_type, table)
     charts: dict[int, Chart] = {}
     for answer in answers:
         try:
@@ -40,7 +50,7 @@ def score(
                 response=answer.text,
                 chart_type=kind.text(answer.fields).partition(" ")[0],
                 reference=answer.reference or "",
-                table=_below_root(job, table[0].text(answer.fields)) if table else None,
+                table=_below_root(job, path[0].text(answer.fields)) if path else None,
             )
         except RowError as error:
             say(f"row {answer.id}: its chart is unscored: {error}")
@@ -60,12 +70,14 @@ def score(
     }
 
 
-def _templates(job: JobConfig) -> list[RowTemplate]:
-    """Return the template of the chart's type and, if the job has one, that of its table's path."""
-    found = [RowTemplate(job, "scoring.chart_type", job.scoring.chart_type)]
-    if job.scoring.table is not None:
-        found.append(RowTemplate(job, "scoring.table", job.scoring.table))
-    return found
+def _templates(job: JobConfig, chart_type: str, table: str | None) -> list[RowTemplate]:
+    """Return the template of the chart's type and, if there is one, that of its table's path."""
+    given = {"chart_type": chart_type, "table": table}
+    return [
+        RowTemplate(job, f"scoring.scorers.chart.{name}", template)
+        for name, template in given.items()
+        if template is not None
+    ]
 
 
 def _below_root(job: JobConfig, path: str) -> Path | None:
