@@ -74,7 +74,8 @@ class Selection:
             return {name: its for name, its in scorers.items() if name in names}
 
         rules = [
-            r.model_copy(update={"scorers": only(r.scorers or {}) or None}) for r in table.rules
+            rule.model_copy(update={"scorers": only(rule.scorers or {}) or None})
+            for rule in table.rules
         ]
         return table.model_copy(update={"scorers": only(table.scorers), "rules": rules})
 

@@ -92,7 +92,7 @@ def test_error_rates_are_over_normalised_words(
         task="transcribe",
         engine={"kind": "dry-run", "model": "m"},
         speech={"language": language},
-        scoring={"scorers": ["wer", "cer"], "reference": "right"},
+        scoring={"scorers": ["wer"], "reference": "right", "rules": [{"scorers": ["wer", "cer"]}]},
     )
     found = Scoring(job.scoring).score(said, {"right": right}, "1").scores
     assert found == {

@@ -280,8 +280,7 @@ class JobConfig(Table):
 
 def _in_english(scorers: Parameters) -> Parameters:
     """Return ``scorers`` with the English normalizer for error rates that set none."""
-    english = {"normalizer": "english"}
     return {
-        name: {**its, **english} if its.get("normalizer", "") is None else its
+        name: {**its, "normalizer": "english"} if its.get("normalizer", "") is None else its
         for name, its in scorers.items()
     }
