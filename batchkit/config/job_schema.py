@@ -68,7 +68,7 @@ def _tables(base: type[Table]) -> Iterator[type[Table]]:
 def _tidy(value: dict[str, Any]) -> None:
     """Remove what is not for readers of the schema from the schema of one key: titles, and null as a value."""
     value.pop("title", None)
-    if value.get("default", ...) is None or "$ref" in value:
+    if value.get("default") is None or isinstance(value["default"], dict):
         value.pop("default", None)
     choices = [choice for choice in value.get("anyOf", ()) if choice != _NULL]
     if len(choices) == 1:

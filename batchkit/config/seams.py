@@ -118,7 +118,19 @@ class Seam(NamedTuple):
         )
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return {**handler(schema), "enum": self.known}
+        """Return the JSON Schema of a key that takes a name, or names with parameters (``tables/parameters.py``)."""
+        found: dict[str, Any] = handler(schema)
+        if found["type"] == "string":
+            return {**found, "enum": self.known}
+        table = {
+            "type": "object",
+            "properties": {name: self.parameters(name).model_json_schema() for name in self.known},
+            "additionalProperties": False,
+            "minProperties": 1,
+            "maxProperties": 1,
+        }
+        entry = {"anyOf": [{"enum": self.known}, table]}
+        return {"type": "array", "items": entry} if self.is_list else entry
 
 
 ENGINES = Seam("engines", "batchkit.engines:ENGINES")
