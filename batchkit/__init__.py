@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # like typing's own, whose import takes longer than everything else here
+TYPE_CHECKING = False  # not imported from typing: that import takes longer than all other code here
 if TYPE_CHECKING:
     from typing import Any
 

@@ -1,7 +1,7 @@
-"""``python -m batchkit``, and the command ``batchkit``.
+"""The entry point of the command ``batchkit`` and of ``python -m batchkit``.
 
-From the first import on, Ctrl-C prints one line and exits with code 130. The imports take a second,
-and an exception can't stop them: libraries catch it, or Python reports it and then ignores it.
+Ctrl-C prints one line and exits with code 130, even during the imports, which take a second. There the signal handler
+ends the process itself, because an exception can get lost: libraries catch it, or Python prints and then ignores it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from types import FrameType
 
 def main() -> None:
     try:
-        import signal  # it imports more modules
+        import signal  # inside `try`, because it imports more modules
 
         if (
             signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        ):  # nohup sets it to ignored
+        ):  # nohup makes the process ignore SIGINT
             signal.signal(signal.SIGINT, _on_sigint)
         from batchkit.cli import cli
         from batchkit.errors import Interrupted
@@ -24,9 +24,9 @@ def main() -> None:
         _end()
     try:
         cli(prog_name="batchkit")
-    except Interrupted:  # outside of any command
+    except Interrupted:  # before or after the command itself
         _end()
-    finally:  # Python reports an exception raised during its shutdown
+    finally:  # during its shutdown, Python would print an exception and ignore it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

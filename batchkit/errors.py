@@ -3,7 +3,7 @@
 BatchkitError                  exit code
 ├── JobError                   2   the command line or the job file is wrong
 │   ├── InputError             2   the rows can't be read
-│   │   └── BrokenInputError   1   the rows can't be read from some row on
+│   │   └── BrokenInputError   1   some rows can't be read; earlier rows can
 │   │       └── ChangedInputError  1   the input changed while the run read it
 │   └── ChangedError           2   the job or its input changed since the run began
 ├── StoreError                 1   the run folder can't be written, read or locked
@@ -14,7 +14,7 @@ BatchkitError                  exit code
 ├── FailedRowsError            3   rows failed, and the caller wants an error in that case
 ├── TooManyFailuresError       1   run.fail_on_error was reached
 ├── BlockedError               1   a rollout's code blocks all other rows
-├── BudgetError                1   a budget was used up before the judge had read all answers
+├── BudgetError                1   a budget was used up before a judge or `plan` had finished
 └── RowError                   –   one row failed; the run continues
     ├── TemplateError          template
     ├── MediaError             media
@@ -56,17 +56,19 @@ class JobError(BatchkitError):
 
 
 class InputError(JobError):
-    """The rows can't be read: missing, unreadable, or not in the stated format."""
+    """The rows can't be read: a file is missing, unreadable, or not in the stated format."""
 
 
 class BrokenInputError(InputError):
-    """The rows can't be read any further. Rows before the broken place are answered now or when the input is fixed."""
+    """The input can't be read to its end. The rows read before are answered in this start, or after the input is
+    fixed."""
 
     exit_code = 1
 
 
 class ChangedInputError(BrokenInputError):
-    """The files ``paths`` changed since this start began; rows of both states may have been answered."""
+    """The files ``paths`` changed since this start began; some rows may have been answered from the old content, others
+    from the new."""
 
     def __init__(self, message: str, paths: Collection[str]) -> None:
         super().__init__(message)
@@ -92,7 +94,7 @@ class LostVectorError(StoreError):
 
 
 class LostLockError(StoreError):
-    """This process no longer holds the run folder's lock, and must not write there."""
+    """This process no longer holds the run folder's lock, and must not write to the folder."""
 
 
 class UploadError(BatchkitError):
@@ -108,7 +110,8 @@ class TooManyFailuresError(BatchkitError):
 
 
 class BudgetError(BatchkitError):
-    """A budget of ``[budget]`` was used up before the judge had read all answers, or before ``plan`` had its sample."""
+    """A limit in ``[budget]`` was reached before the judge had read all answers, or ``plan`` had answered its
+    sample."""
 
 
 class BlockedError(BatchkitError):
@@ -145,7 +148,7 @@ class MediaError(RowError):
 class PromptTooLongError(RowError):
     """The prompt leaves no room for an answer within ``max_model_len``.
 
-    An engine sets ``prompt_tokens`` (the length of the prompt) and ``max_model_len`` if it knows them.
+    An engine sets ``prompt_tokens`` (the length of the prompt) and ``max_model_len`` if these are known.
     """
 
     kind = "prompt_too_long"
@@ -171,7 +174,7 @@ class RowTimeoutError(RowError):
 
 
 class RenderTimeoutError(RowError):
-    """A template did not finish with this row within ``run.row_timeout_s``; it is not retried."""
+    """A template did not finish with this row within ``run.row_timeout_s``; the row is not retried."""
 
     kind = "timeout"
 
@@ -190,7 +193,7 @@ class EngineCrashError(RowError):
 
 
 class ServerError(RowError):
-    """The server fails on this row, and answers other rows."""
+    """The server fails on this row, but answers other rows."""
 
     kind = "server"
     retryable = True
@@ -227,11 +230,11 @@ class RolloutError(RowError):
 
 
 class ReplayError(RolloutError):
-    """The function of a resumed rollout row made another request than the logged one."""
+    """The function of a resumed rollout row made a request that differs from the logged one."""
 
 
 def limit_reached(error: RecursionError | MemoryError) -> str:
-    """Return a message for a reached Python limit (recursion or memory); it names the file and line of the code."""
+    """Return a message for an exceeded Python limit (recursion or memory), with the file and line of the code."""
     import traceback
 
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -239,4 +242,4 @@ def limit_reached(error: RecursionError | MemoryError) -> str:
     place = f"{file} line {frame.lineno}, {type(error).__name__}"
     if isinstance(error, MemoryError):
         return f"out of memory ({place}); use a machine with more memory, or smaller inputs and batches"
-    return f"something in the job or its files is nested too deeply ({place})"
+    return f"something in the job or its files is nested too deeply ({place}); flatten it"

@@ -1,8 +1,8 @@
 """The types that pass through batchkit: Row → Request → Completion → Record.
 
-No step changes a value that an earlier step made. So all types are frozen, except media, which no code modifies, and
-records, whose fields are set one after another. They are msgspec structs: these are created ten times as fast as
-frozen dataclasses.
+No step changes a value that an earlier step made. So most types are frozen. Media are not, but no code modifies them;
+records are not, because their fields are set one after another. Most types are msgspec structs, because these are
+created ten times as fast as frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ERROR_KINDS = (
 )
 
 COUNT_LIMIT = 2**32
-"""The limit of row indexes. With it, sums over all rows of a run stay within JSON's integers."""
+"""Row indexes and token counts are below this limit, so that a sum over all rows of a run fits into 64 bits."""
 Count = Annotated[int, Meta(ge=0, lt=COUNT_LIMIT)]
 
 
@@ -58,12 +58,12 @@ class Task(NamedTuple):
     row: Row
     attempt: int  # number of the attempt, from 1
     group: int = 0  # equal for adjacent rows with the same prefix; 0 if unknown
-    # The row's generations in the ledger, in its order (``storage/steps.py``).
+    # The row's generations that are already logged, in the order of the log (``storage/steps.py``).
     known: Sequence[Mapping[str, Any]] = ()
 
 
 class Call(NamedTuple):
-    """The name of one generation of a row that has several: its step, and its number within the step."""
+    """The name of one generation of a row with several generations: its step, and its number within the step."""
 
     step: str  # "" for a rollout that names none
     number: int  # counts the calls of a step, from 0
@@ -73,7 +73,7 @@ class Call(NamedTuple):
 
     @property
     def in_words(self) -> str:
-        """The call for a message: ``step draft, call 1``."""
+        """The call as words for a message, for example ``step draft, call 1``."""
         if not self.step:
             return f"call {self.number}"
         return f"step {self.step}" + f", call {self.number}" * (self.number > 0)
@@ -82,9 +82,9 @@ class Call(NamedTuple):
 class Cut(Struct, frozen=True):
     """A cut in the middle of a row's longest text that shortens the prompt so that it fits into ``max_model_len``."""
 
-    kept: int  # characters of the text that are left
-    prompt_tokens: int  # of the whole prompt, before any cut
-    answer_tokens: int  # room to leave for the answer
+    kept: int  # number of characters left of the text
+    prompt_tokens: int  # tokens of the whole prompt, before any cut
+    answer_tokens: int  # number of tokens to leave for the answer
     times: int = 1  # number of cuts tried, including this one
 
 
@@ -166,7 +166,7 @@ class VideoFile:
 
 Clip = Audio | Video | VideoFile
 CLIPS = ("audio", "video")
-"""Kinds of media, and at the same time types of content parts."""
+"""Types of content parts that hold sound or video. The kinds of media have the same names."""
 
 
 class Pair(NamedTuple):
@@ -213,7 +213,7 @@ class Transcript(Struct, frozen=True):
     seconds: float  # length of the recording
     segments: Sequence[Segment]
     coverage: Coverage | None = None  # sound that may lack text; None if all is covered
-    language: str | None = None  # None if only the model knows it
+    language: str | None = None  # None if a server detected it: servers do not report it
 
 
 Key = int | tuple[int, str, int]
@@ -229,7 +229,7 @@ class Request(Struct, frozen=True):
     row: Row
     messages: Sequence[Mapping[str, Any]] | None  # chat, in OpenAI's shape; see ``Content``
     prompt: str | None  # text sent without a chat template
-    # Names of ``vllm.SamplingParams``; for pooling tasks of ``vllm.PoolingParams``.
+    # By name, as in ``vllm.SamplingParams``; for pooling tasks as in ``vllm.PoolingParams``.
     sampling: Mapping[str, Any]
     input_hash: str  # equal for equal fields
     attempt: int = 1
@@ -239,14 +239,15 @@ class Request(Struct, frozen=True):
     tools: Sequence[Mapping[str, Any]] | None = None  # OpenAI's function definitions
     tool_choice: Any = None  # "auto", "none", "required" or OpenAI's object that names a function
     parallel_tool_calls: bool | None = None  # False allows only one tool call at a time
-    # The row's own values, which override the job's. ``reasoning_effort`` is OpenAI's parameter.
+    # Variables for the chat template: the job's, overridden by the row's own. OpenAI's parameter
+    # ``reasoning_effort`` is one of them.
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     pair: Pair | None = None  # for ``task = "score"``
     # Adapter name; "" for the base model; None if the job has no ``prompt.lora``.
     lora: str | None = None
-    # Of the row's OpenAI batch line ("chat/completions"); None for other rows.
+    # Endpoint in the row's OpenAI batch line, for example "chat/completions"; None for other rows.
     endpoint: str | None = None
-    call: Call | None = None  # None if the row has one generation
+    call: Call | None = None  # None if the row has a single generation
     # Sound and video of a plain prompt, whose text has the model's own placeholders. The type is Clip, but
     # msgspec does not support a union of two such types.
     clips: Sequence[Any] = []
@@ -349,7 +350,8 @@ class Entity(TypedDict):
 class Pooled(Struct, frozen=True):
     """The answer of a pooling model. The job's task decides which fields are set."""
 
-    # Float32, little endian: one vector (embed), or one per token in a row (token_embed, token_classify).
+    # Float32, little endian: one vector (embed), or the vectors of all tokens, one after another
+    # (token_embed, token_classify).
     vector: bytes | None = None
     probabilities: Sequence[float] | None = None  # classify: one per class, in the model's order
     label: str | None = None  # classify: the class with the highest probability
@@ -369,7 +371,7 @@ class ErrorInfo(Struct, frozen=True):
 
 
 class Completion(Struct, frozen=True):
-    """An engine's reply to a request: ``choices`` or ``pooled``, with ``usage``; or ``error``."""
+    """An engine's reply to a request: either ``choices`` or ``pooled``, with ``usage``, or an ``error``."""
 
     request: Request
     choices: Sequence[Choice] = ()
@@ -379,13 +381,13 @@ class Completion(Struct, frozen=True):
     prompt: str | None = None  # text that the engine saw, with special tokens; None if unknown
     parsed: Any = None  # JSON value of the selected choice, with ``output.parse``
     pooled: Pooled | None = None  # for pooling tasks
-    earlier_usage: Usage | None = None  # of earlier attempts in this start; None if there were none
-    generations: int | None = None  # set on the outcome of a row with several: their number
+    earlier_usage: Usage | None = None  # usage of earlier attempts in this start, if any
+    generations: int | None = None  # number of the row's generations, if it has several
     # Set with ``[[steps]]``: each step's answer, as in the record.
     steps: Mapping[str, Any] | None = None
     selected: int | None = None  # number, from 0, of the choice that ``[select]`` picked
-    votes: Mapping[str, int] | None = None  # choices per prediction, if ``[select]`` counted them
-    transcript: Transcript | None = None  # of a whole recording
+    votes: Mapping[str, int] | None = None  # choices for each prediction, if ``[select]`` counted
+    transcript: Transcript | None = None  # transcript of a whole recording
 
     @property
     def choice(self) -> Choice | None:
@@ -439,8 +441,8 @@ class ChoiceLine(TypedDict):
 
 
 class VectorPlace(Struct, frozen=True, omit_defaults=True):
-    """The position of a record's vector in the run folder: the number of its segment file, and the first row in it.
-    ``tokens``: the number of rows, for a matrix with one vector per token."""
+    """The position of a record's vector in the run folder: the number of its segment file, and the row in that file. If
+    there is one vector per token, ``row`` is the first of them, and ``tokens`` their number."""
 
     segment: Count
     row: Count
@@ -456,8 +458,8 @@ class Counted(Struct, kw_only=True, omit_defaults=True):
     status: Literal["ok", "failed"]
     usage: Usage | None
     error: ErrorInfo | None  # set if failed
-    earlier_usage: Usage | None = None  # of earlier attempts in the same start
-    generations: Count | None = None  # for rows with several: their number
+    earlier_usage: Usage | None = None  # usage of earlier attempts in the same start
+    generations: Count | None = None  # number of the row's generations, if it has several
     generations_lost: Count | None = None  # generations that ``steps.jsonl`` lost in a crash
 
 
@@ -474,10 +476,10 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     finished_at: str  # UTC, see ``utc_now``
     fields: dict[str, Any] | Raw  # the input columns in ``output.keep``
     input_hash: str  # shows whether a later input has the same row
-    reasoning: str | None = None  # failed records have it, too
+    reasoning: str | None = None  # may also be set if failed
     tool_calls: Sequence[ToolCall] | None = None
     parsed: Any = None  # JSON value of the text, with ``output.parse``
-    # Unset if the job scores nothing; None if the answer has none.
+    # Unset if the job scores nothing; None if the answer contains no prediction.
     prediction: str | UnsetType | None = UNSET
     scores: Mapping[str, float | None] | None = None  # None if the job scores nothing
     unscored: str | None = None  # why some scores could not be computed

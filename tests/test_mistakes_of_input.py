@@ -103,7 +103,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "r.zip": ("PK", "r.zip: is an archive; unpack it, or name its files: zip://*.csv::"),
     "a.csv.gz": (
         REVIEWS,
-        "a.csv.gz: the suffix .gz stands for a compressed file, but it is not one; rename it",
+        "a.csv.gz: the suffix .gz stands for a compressed file, but this file is not compressed that way; rename it",
     ),
     "pd.json": ('{"review": {"0": "a", "1": "b"}, "label": {"0": "x"}}', 'orient="records"'),
     "s.csv": ("id, review\n1,a\n2,b\n3,c\n", 'write {{ row[" review"] }}'),

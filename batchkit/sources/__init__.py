@@ -42,11 +42,12 @@ def read_rows(
     has ``error`` set. It passes every filter, so that it becomes a failed record. Threads may share the iterator if
     they hold one lock around ``next``.
 
-    - ``files``: hashes of the files that an earlier ``fingerprint`` found; other files are not read. A row that is a
-      file, or a page of one, gets the hash in its field ``sha256``. So it counts as another row if the file changes.
+    - ``files``: hashes by path of the files that an earlier ``fingerprint`` found; other files are not read. A row that
+      is a file, or a page of one, gets the hash in its field ``sha256``, so the row counts as another row if the file
+      changes.
     - ``skip``: returns True for the index of a row that should not be yielded; such rows count toward the limit. They
       are not parsed if the format allows that, unless both ``where`` and ``limit`` are set, because the limit counts
-      rows that the filter kept. It may be called twice for a row, and must return the same value.
+      rows that the filter kept. ``skip`` may be called twice for a row, and must return the same value both times.
 
     Raises:
         InputError: The rest of the input can't be read; the rows before it were yielded.
@@ -114,7 +115,7 @@ def count_rows(table: InputTable, files: Mapping[str, str] | None = None) -> int
     """Return the number of rows that ``read_rows`` would yield. Rows are parsed only if a filter or ``shard`` is set.
 
     Raises:
-        InputError: as ``read_rows``, for errors that show without parsing.
+        InputError: as ``read_rows``, for errors that are found without parsing the rows.
     """
     if table.is_filtered:
         return sum(1 for _ in read_rows(table, files=files))
@@ -144,9 +145,9 @@ def crossed(
     true.
 
     The n variants of the row at position i have the indexes i × n to i × n + n - 1. So ``Row.index`` depends only on
-    the input and on ``cross``. A row that already has a column with the name of a key gets ``error`` set.
+    the input and on ``cross``. A row that already has a column with the name of a key in ``cross`` gets ``error`` set.
 
-    ``read``: yields the rows of the input, without those that its argument skips.
+    ``read(skip)``: yields the rows of the input for whose index ``skip(index)`` is false.
     """
     if not cross:
         yield from read(skip)

@@ -24,13 +24,13 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
     A fault within one line fails its row. A fault that spans several lines, such as an unclosed quote, stops reading,
     because the number of rows in it is unknown.
     """
-    # The limit belongs to the csv module, not to a reader; it is only ever raised.
+    # The csv module has one limit for all readers, so the limit is made larger, never smaller.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_CELL_CHARS))
     with open_input(path) as opened:
         file = io.BufferedReader(opened)
         delimiter = table.separator or _separator(path, file.peek(_HEADER_BYTES))
         # Bytes that aren't UTF-8 become lone surrogates, so that they fail one row, not the file.
-        # A lone \r ends no line: it is within a text that lacks its quotes, as pandas writes it.
+        # A lone \r does not end a line: pandas writes a text with \r without quotes.
         text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="\n")
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         header = _header(path, rows)
@@ -43,10 +43,10 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                     raise _has_return(path, rows.line_num) from error
                 if rows.line_num > start:
                     raise InputError(
-                        f"{path} lines {start}-{rows.line_num}: {error}; a quote that line {start}"
-                        " opens is not closed where its cell ends"
+                        f"{path} lines {start}-{rows.line_num}: {error}; the quote that opens in line"
+                        f" {start} is not closed at the end of its cell; correct it"
                     ) from error
-                problem = f"{error}; check its quotes"
+                problem = f"{error}; check the quotes in this line"
                 yield None if skip(index) else fault(path, start, problem)
                 index += 1
                 continue

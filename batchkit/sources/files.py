@@ -60,7 +60,7 @@ def name_of(path: str) -> str:
 
     For example, the result for ``zip://a.jsonl::s3://b/c.zip`` is ``zip://a.jsonl``.
     """
-    # Not urlsplit: to it "memory://a.jsonl" is a host, and "#" in a key ends the path.
+    # urlsplit is not used: it reads "memory://a.jsonl" as a host, and ends the path at a "#" in a key.
     if "://" not in path:
         return path
     parts = path.partition("?")[0].split("::")
@@ -86,15 +86,15 @@ def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
 def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     """Open a URL, or a compressed local file (with a suffix in ``COMPRESSIONS``).
 
-    fsspec is not used for local files, because it would wait for a pipe. It is not used for decompression, because it
-    would read only the first member of a zip archive. Parquet and other binary files are copied if they are not
-    seekable.
+    fsspec is not used for local files, because it would wait for a pipe. It is not asked to decompress, because it
+    would also open zip archives, and read only their first member. Parquet and other binary files are copied if they
+    are not seekable.
     """
     import fsspec
 
     opened: Any = fsspec.open(path, "rb") if "://" in path else open_regular(path)
     packed = stack.enter_context(opened)
-    if isinstance(packed, io.BytesIO):  # memory:// gives all who open a file one object
+    if isinstance(packed, io.BytesIO):  # memory:// returns the same object to each caller
         packed = io.BytesIO(packed.getvalue())
     suffix = PurePath(name_of(path)).suffix.lower()
     if "://" not in path and (begins := packed.read(2)) is not None:
@@ -103,7 +103,7 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
             magic.startswith(begins) and suffix in text for magic, text in NOT_TEXT.items()
         ):
             raise InputError(
-                f"{path}: the suffix {suffix} stands for a compressed file, but it is not one; rename it"
+                f"{path}: the suffix {suffix} stands for a compressed file, but this file is not compressed that way; rename it"
             )
     unpacked = _unpacked(packed, suffix) if suffix in COMPRESSIONS else packed
     if text or _can_seek(unpacked):
@@ -125,8 +125,8 @@ def _can_seek(file: Any) -> bool:
 
 
 def _unpacked(packed: Any, suffix: str) -> Any:
-    """Return the decompressed stream. Python's bz2 mistakes a damaged stream for the end, so Arrow is used where
-    possible."""
+    """Return the decompressed stream. Arrow is used where possible, because Python's bz2 treats a damaged stream as the
+    end of the file."""
     if suffix == ".xz":
         return _XzStream(packed)
     import pyarrow as pa
@@ -137,7 +137,8 @@ def _unpacked(packed: Any, suffix: str) -> Any:
 class _XzStream:
     """The decompressed bytes of a file with one xz stream.
 
-    ``lzma.LZMAFile`` is not used: it reads several streams, and mistakes a stream with a damaged beginning for the end.
+    ``lzma.LZMAFile`` is not used: it reads several streams, and treats one with a damaged beginning as the end of the
+    file.
     """
 
     def __init__(self, packed: Any) -> None:
@@ -148,7 +149,7 @@ class _XzStream:
         return False
 
     def read(self, size: int) -> bytes:
-        """Return up to ``size`` bytes, at least one; no bytes at the end.
+        """Return between 1 and ``size`` bytes; at the end, return no bytes.
 
         Raises:
             lzma.LZMAError: the stream is damaged, incomplete, or followed by other data.
@@ -156,7 +157,7 @@ class _XzStream:
         while not self._stream.eof:
             block = self._packed.read(BLOCK_BYTES) if self._stream.needs_input else b""
             if self._stream.needs_input and not block:
-                raise lzma.LZMAError("the xz file is cut off")
+                raise lzma.LZMAError("the xz file is cut off; copy or compress it again")
             if unpacked := self._stream.decompress(block, size):
                 return unpacked
         rest = self._stream.unused_data or self._packed.read(BLOCK_BYTES)
@@ -183,7 +184,7 @@ class _Foreign(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             chunk = self._file.read(len(buffer))
-        except Exception as error:  # zlib's, zstd's, botocore's, aiohttp's …
+        except Exception as error:  # errors of zlib, zstd, botocore, aiohttp …
             raise OSError(f"{type(error).__name__}: {error}") from error
         size = getattr(self._file, "size", None)
         if not chunk and isinstance(size, int) and self.tell() < size:
@@ -230,6 +231,6 @@ def is_empty(path: str) -> InputError:
 
 
 def remote_error(path: str, error: Exception) -> InputError:
-    """Return the error for a remote filesystem that can't be opened: a package is missing, no access, unknown
-    protocol."""
+    """Return the error for a remote file that can't be opened, for example because a package is missing or access is
+    denied."""
     return InputError(f"{path}: can't be opened: {failure(error, path)}")

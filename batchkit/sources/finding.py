@@ -54,7 +54,9 @@ def listing(table: InputTable) -> Listing:
     if table.is_run and (find := load_format("run").find) is not None:
         return Listing(*find(table))
     if cache := _CACHE.search(path):
-        raise InputError(f"{path}: {cache[0]} may keep an old copy of a file; leave it out")
+        raise InputError(
+            f"{path}: {cache[0]} may keep an old copy of a file; remove it from input.path"
+        )
     is_in_folder = _is_folder(path, table)
     found = _remote(path, is_in_folder) if "://" in path else _local(path, is_in_folder)
     kind = _kind(path, table, found.files, is_in_folder)
@@ -97,8 +99,8 @@ def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool
         case [kind]:
             other = next(file for file in files if format_with(suffix_of(file)) in tables)
             raise InputError(
-                f"{path}: matches {_NAMES[kind]}s and also {other}, which contains rows; choose one of them with the"
-                " pattern"
+                f"{path}: matches {_NAMES[kind]}s and also {other}, which contains rows; make the pattern match"
+                " only one kind"
             )
     raise InputError(
         f"{path}: has {' and '.join(f'{_NAMES[kind]}s' for kind in several)}; choose one kind by its"
@@ -109,7 +111,8 @@ def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool
 def _chosen(
     path: str, table: InputTable, kind: str, found: _Matches, is_in_folder: bool
 ) -> Listing:
-    """Return the found files of the format ``kind``. If the job names the format itself, return all files."""
+    """Return the found files of the format ``kind``. If ``input.format`` names this format, return all files, except
+    for PDFs in a folder."""
     are_named = kind == table.format and not (kind == "pdf" and is_in_folder)
     files = [file for file in found.files if are_named or format_with(suffix_of(file)) == kind]
     files.sort(key=_natural)
@@ -117,7 +120,7 @@ def _chosen(
     others = Counter(
         suffix_of(file) or "without a suffix" for file in found.files if file not in chosen
     )
-    if found.folders and "**" not in path:  # ** has searched them
+    if found.folders and "**" not in path:  # a pattern with ** has searched the folders
         others["folder" if len(found.folders) == 1 else "folders"] = len(found.folders)
     rest = ", ".join(f"{n:,} {what}" for what, n in others.most_common())
     if not files:
@@ -140,7 +143,9 @@ def _local(path: str, is_in_folder: bool) -> _Matches:
     found = _matches(_listed, pattern) if is_dir(_fixed(pattern) or ".") else {}
     for name in found:
         if (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
-            raise InputError(f"{shown}: its name is not UTF-8, so no record can have it; rename it")
+            raise InputError(
+                f"{shown}: its name is not UTF-8, so it can't be stored in a record; rename the file"
+            )
     matches = _Matches(
         sorted(name for name in found if not is_dir(name)), sorted(filter(is_dir, found))
     )
@@ -204,8 +209,8 @@ def _remote(path: str, is_in_folder: bool) -> _Matches:
 
 
 def _spelled(match: str, pattern: str, glob_url: str) -> str:
-    """Return the URL of ``match`` with the scheme and host of ``glob_url``. A store may return ``/a`` or another
-    scheme."""
+    """Return the URL of ``match`` with the scheme and host of ``glob_url``, because a store may list names without a
+    host, or with another scheme."""
     ours, theirs = _fixed(glob_url), _fixed(pattern)
     return ours + match.removeprefix(theirs) if match.startswith(theirs) else match
 

@@ -25,8 +25,8 @@ def fingerprint(
 ) -> list[FileFingerprint]:
     """Return one fingerprint per input file, in order.
 
-    ``previous``: fingerprints of an earlier start. A local file with the path, size and times of one of them is not
-    read; its sha256 is copied.
+    ``previous``: fingerprints of an earlier start. If a local file has the path, size and times of one of them, the
+    file is not read, and the old sha256 is used.
 
     Raises:
         InputError: no file matches, or one is empty or can't be read.
@@ -52,7 +52,7 @@ def fingerprint(
 def _columns(path: str, table: InputTable) -> tuple[str, ...]:
     """Return the columns of a local table; an empty tuple if it can't be read. Reading its rows reports the error
     later."""
-    if "://" in path:  # even to know its format, it would be opened
+    if "://" in path:  # to know its format, the remote file would be opened
         return ()
     format_ = load_format(format_of(path, table))
     if not format_.is_table:
@@ -67,7 +67,7 @@ def content_hash(path: str) -> str:
     """Return the hash of a file's content, which equals ``sha256`` in the file's fingerprint.
 
     Raises:
-        InputError: it can't be read.
+        InputError: the file can't be read.
     """
     return (_remote(path) if "://" in path else _local(path, {}, is_row=True)).sha256
 
@@ -77,8 +77,8 @@ def changed_files(
 ) -> dict[str, str]:
     """Return how each changed file of the input differs from its earlier fingerprint in ``then``, by path.
 
-    Only the size and time of local files are compared. ``thorough``: also compare the content if a file's ctime
-    differs, compare remote files, and look for further files that match now.
+    Without ``thorough``, only the size and modification time of local files are compared. With it, the content is also
+    compared if a file's ctime differs, remote files are compared, and new files that match are found.
 
     Raises:
         InputError: a remote file can't be examined.
@@ -117,9 +117,10 @@ def _difference(old: FileFingerprint | None, new: FileFingerprint) -> str | None
 def _local(
     path: str, known: Mapping[tuple[str, int, int, int], str], *, is_row: bool
 ) -> FileFingerprint:
-    """Return the fingerprint of a local file. ``is_row``: True if the file is a row itself; only then it may be empty.
+    """Return the fingerprint of a local file. ``is_row``: True if the file is a row itself; only such a file may be
+    empty.
 
-    ``known``: hashes by path, size and times.
+    ``known``: known hashes by path, size and times; these files are not read.
     """
     try:
         with open_regular(path) as file:
@@ -142,11 +143,13 @@ def _remote(path: str) -> FileFingerprint:
         filesystem, name = url_to_fs(path)
         # http identifies a file by its URL: the same URL with a new signature is the same file.
         known_by = masked(name) if "http" in filesystem.protocol else name
-        filesystem.invalidate_cache()  # of listings, which may be out of date
+        filesystem.invalidate_cache()  # cached listings may be out of date
         size, key = filesystem.size(name), str(filesystem.ukey(known_by))
-        if isinstance(filesystem, AbstractArchiveFileSystem):  # whose ukey names an open file
+        if isinstance(
+            filesystem, AbstractArchiveFileSystem
+        ):  # the ukey of an archive names an open file
             key = _content(filesystem, name)
-        if "http" in filesystem.protocol:  # whose ukey is the URL alone
+        if "http" in filesystem.protocol:  # the ukey of http is only the URL
             info = filesystem.info(name)
             version = info.get("ETag") or info.get("Last-Modified")
             key += f" {size} {version or _content(filesystem, name)}"
@@ -156,6 +159,6 @@ def _remote(path: str) -> FileFingerprint:
 
 
 def _content(filesystem: Any, name: str) -> str:
-    """Return a hash of a remote file's content, for stores that provide no ETag or time which would show a change."""
+    """Return a hash of a remote file's content, for stores that provide neither an ETag nor a modification time."""
     with filesystem.open(name, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

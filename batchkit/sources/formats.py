@@ -25,7 +25,7 @@ FORMATS = {
     "xlsx": "batchkit.sources.workbook:FORMAT",
     "parquet": "batchkit.sources.parquet:FORMAT",  # last: it imports pyarrow
 }
-ROWS_ARE_FILES = ("files", "clips", "pdf")  # a file is a row, or each of its pages is
+ROWS_ARE_FILES = ("files", "clips", "pdf")  # each file, or each page of a file, is a row
 
 
 def format_of(path: str, table: InputTable) -> str:
@@ -61,13 +61,13 @@ def format_of(path: str, table: InputTable) -> str:
 
 
 def read_as(path: str, table: InputTable) -> str:
-    """Return the format as which a file is read, by its name or the job. Under another name, equal bytes may give other
-    rows."""
+    """Return a text that identifies how a file is read: its format, and its name if the rows contain the name. If this
+    text changes, the same bytes may give other rows."""
     if table.is_run:
         return "run"
     suffix = suffix_of(path)
     name = format_with(suffix) if table.format == "auto" else table.format
-    if name in ROWS_ARE_FILES:  # whose rows have the name
+    if name in ROWS_ARE_FILES:  # their rows contain the file's name
         file = table.name_of_file(path)
         return f"{name}: {masked(file) if '://' in file else file}"
     return "tsv" if name == "csv" and suffix == ".tsv" else name

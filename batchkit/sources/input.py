@@ -43,17 +43,17 @@ class Input(NamedTuple):
 
     - ``files``: fingerprints, which show whether the input is the one of an earlier start. None for rows that can be
       read only once; such a run can't be resumed.
-    - ``read``: yields the rows, except those for whose index its argument is true. ``everything`` does so without
-      ``limit``.
+    - ``read(skip)``: yields the rows, but not those for whose index ``skip(index)`` is true.
+    - ``everything(skip)``: the same, but ignores ``input.limit``.
     - ``size``: returns the total number of rows, or None if unknown.
-    - ``has_ids``: True if row ids do not depend on positions. ``id``: the field that identifies rows from Python, or
-      None.
-    - ``changes``: returns how the input now differs from ``files``, by path. With the argument True the check is
-      thorough, which may take as long as making ``files``.
-    - ``labels``: pandas' index of the rows, if any.
+    - ``has_ids``: True if row ids do not depend on positions.
+    - ``id``: for rows passed from Python, the field that identifies a row; otherwise None.
+    - ``changes(thorough)``: returns how the input now differs from ``files``, by path. A thorough check may take as
+      long as making ``files``.
+    - ``labels``: the pandas index of the rows; None if they have none.
     - ``left_out``: a text about unused files in the input's folder. ``if_empty``: the message for an input without
       rows.
-    - ``sample_of``: the number of rows in the whole input if only a sample is read.
+    - ``sample_of``: the number of rows in the whole input if only a sample is read; otherwise None.
     """
 
     files: list[FileFingerprint] | None
@@ -116,7 +116,8 @@ def from_python(rows: Any, table: InputTable) -> Input:
         return {PLACE: "other values"} if is_other else {}
 
     def read(skip: Skip) -> Iterator[Row]:
-        """Yield rows. Compares each with its first reading, to notice also a row that is changed back later."""
+        """Yield the rows. Set ``is_other`` if a row differs from the first time it was read, even if it is changed back
+        later."""
         nonlocal is_other
         end = 0
         for row in found.read():
@@ -171,7 +172,7 @@ def watched(
 
 
 def check_unchanged(changes: Mapping[str, str], because: InputError | None = None) -> None:
-    """Raise ChangedInputError if there are ``changes`` (by path). ``because``: a reading error that they may
+    """Raise ChangedInputError if there are ``changes`` (by path). ``because``: a reading error that the changes may
     explain."""
     if not changes:
         return
@@ -179,16 +180,16 @@ def check_unchanged(changes: Mapping[str, str], because: InputError | None = Non
     others = f" and {len(changes) - 1} other files" if len(changes) > 1 else ""
     then = f"; then it could not be read: {because}" if because is not None else ""
     raise ChangedInputError(
-        f"{path}{others}: changed while the run read it ({how}){then}. Rows of both states may have"
-        " been answered, so the run stops. All finished rows are saved. Keep the input as it is"
-        " now, or restore the old one, and run again with --on-change requeue (keeps the"
+        f"{path}{others}: changed while the run read it ({how}){then}. Some rows may have been"
+        " answered from the old input and others from the new, so the run stops. All finished rows are"
+        " saved. Keep the input as it is now, or restore the old one, and run again with --on-change requeue (keeps the"
         " answers of unchanged rows, answers the others again) or --fresh",
         changes.keys(),
     ) from because
 
 
 def distrusted(files: list[FileFingerprint], changed: Collection[str]) -> list[FileFingerprint]:
-    """Return ``files`` with new fingerprints for those that ``changed`` during the run. The new ones never match.
+    """Return ``files``, in which files that ``changed`` during the run have fingerprints that match no file.
 
     The next start then compares the rows of these files, even if the files were changed back.
     """
@@ -284,7 +285,7 @@ def _columns_changed(then: Sequence[str], now: Sequence[str]) -> str:
 
 
 def _lines_added(then: FileFingerprint, now: FileFingerprint) -> int:
-    """Return the number of lines appended to a local text file; 0 if it differs in another way."""
+    """Return the number of lines appended to a local text file; 0 if the file differs in another way."""
     path = Path(now.path)
     if path.suffix not in (".jsonl", ".csv", ".tsv", ".txt") or now.size <= then.size:
         return 0

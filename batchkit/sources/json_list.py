@@ -81,7 +81,8 @@ def _list(path: str, value: Any, records: str | None) -> list[Any]:
 
 
 def _is_lines(content: bytes) -> bool:
-    """Return whether the file is JSON Lines. Its first line is then a whole object, and more lines follow."""
+    """Return whether the file is JSON Lines, which is assumed if the first line is a whole object and more lines
+    follow."""
     first, _, rest = content.partition(b"\n")
     try:
         return isinstance(msgspec.json.decode(first), dict) and bool(rest.strip())
@@ -106,7 +107,7 @@ def _stream(path: str, records: str | None) -> Iterator[Any]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of yajl's message; the other lines draw the position."""
+    """Return the first line of yajl's message. The other lines only show the position in the file."""
     detail = error.args[0] if error.args else error
     text = detail.decode(errors="replace") if isinstance(detail, bytes) else str(detail)
     if "integer overflow" in text:

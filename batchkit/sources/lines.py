@@ -29,7 +29,8 @@ _decode = msgspec.json.Decoder().decode
 
 
 def reader(parse: Callable[[bytes, str, int], Found]) -> Reader:
-    """Return a reader for files with one row per line. It yields the result of ``parse`` for each non-blank line.
+    """Return a reader for files with one row per line. The reader yields the result of ``parse`` for each non-blank
+    line.
 
     ``parse``: gets the line, the file's path, and the line's number from 1.
     """

@@ -14,8 +14,10 @@ from batchkit.errors import InputError, RequestError
 from batchkit.sources.files import BLOCK_BYTES, open_input
 from batchkit.sources.reader import Format, Found, Skip, check_columns, shown
 
-MAX_BATCH_ROWS = 128  # a value of a dictionary may be far larger than the average row
-TARGET_BATCH_BYTES = 2**24  # of average rows
+MAX_BATCH_ROWS = (
+    128  # some values may be far larger than average, if their column is dictionary-encoded
+)
+TARGET_BATCH_BYTES = 2**24  # size of a batch of average rows
 VALUE_BYTES = 32  # about the size of the smallest Python value
 _NOT_PYTHON = (ValueError, OverflowError, pa.ArrowException)
 """What to_pylist raises for a value that Python can't hold: not UTF-8, a date past year 9999."""
@@ -38,7 +40,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                     for found in rows_of(batch, path, index - first):
                         yield None if skip(index) else found
                         index += 1
-                if index != end:  # Arrow reads no row of a page without values, and raises nothing
+                if index != end:  # Arrow skips the rows of a page without values, without an error
                     raise InputError(
                         f"{path}: row group {group} has {metadata.num_rows:,} rows, and Arrow read"
                         f" {index - end + metadata.num_rows:,}; write the file again, with larger pages"
@@ -49,7 +51,8 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
 
 
 def rows_of(batch: Any, place: str, position: int) -> Iterator[Found]:
-    """Yield the rows of an Arrow batch or table, whose first row is number ``position`` of ``place``.
+    """Yield the rows of an Arrow batch or table. ``place`` and ``position``: its source and the number of its first
+    row, for errors.
 
     A row with a value that Python can't represent becomes an error.
     """
@@ -75,7 +78,7 @@ def _row(row: Any, place: str) -> Found:
 
 
 def _open(path: str, file: object) -> Any:
-    """Return the Parquet file. It is buffered, so that a column chunk is read page by page.
+    """Return the Parquet file. A buffer is used, so that a column chunk is read page by page.
 
     INT96, in which Spark writes times, is read in microseconds. In nanoseconds, Arrow's default, times before 1677 or
     after 2262 would change.

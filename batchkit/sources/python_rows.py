@@ -25,10 +25,11 @@ _NO_ROWS = bytes | bytearray | memoryview | io.IOBase
 
 
 class Values(NamedTuple):
-    """Rows given from Python. ``read`` yields them from the first one on; if ``size`` is None, it can be called only
-    once.
+    """Rows given from Python.
 
-    - ``labels``: the index of a DataFrame or Series of pandas.
+    - ``read()``: yields the rows, beginning with the first. It can be called only once if ``size`` is None.
+    - ``size()``: returns the number of rows.
+    - ``labels``: the index of a pandas DataFrame or Series; None for other rows.
     - ``id``: the field that identifies the rows, or None.
     """
 
@@ -41,29 +42,30 @@ class Values(NamedTuple):
 def python_rows(rows: Any, key: str | None) -> Values:
     """Return ``rows`` as ``Row`` objects. A single str or dict is one row.
 
-    The ids are the values of the field ``key``; if ``key`` is None, those of ``id`` if the first row has it. Dicts and
-    lists are copied, so the caller may change the originals. A value that is not a row becomes a row with an error.
+    The ids are the values of the field ``key``. If ``key`` is None, they are the values of the field ``id``, if the
+    first valid row has one. Dicts and lists are copied, so the caller may change the originals. A value that is not a
+    row becomes a row with an error.
 
     Tables are DataFrames of pandas, datasets of ``datasets``, and all objects that give an Arrow stream, such as those
-    of polars and pyarrow. They are recognized by their methods, since none of these packages need be installed.
+    of polars and pyarrow. Tables are recognized by their methods, because these packages need not be installed.
 
     Raises:
         JobError: no value of ``rows`` can be a row; for an iterator, its first value decides.
     """
     if isinstance(rows, Mapping) and _are_columns(rows):
         raise JobError(
-            f"{PLACE}: found {type(rows).__name__} of columns or of datasets; give one of them,"
-            " pandas.DataFrame(rows), or [rows] if it is one row"
+            f"{PLACE}: found {type(rows).__name__} of columns or of datasets; pass one of the datasets,"
+            " pandas.DataFrame(rows) if they are columns, or [rows] if it is one row"
         )
     if isinstance(rows, str) and "." in rows and is_file(rows):
         raise JobError(
-            f"{PLACE}: {rows!r} is the name of a file, which belongs in input.path; the text itself is sent as"
+            f"{PLACE}: {rows!r} is the name of a file; to read the file, set input.path; to send the text itself, pass"
             f" [{rows!r}]"
         )
     if type(rows) is list and rows and all(map(_is_message, rows)):
         raise JobError(
-            f"{PLACE}: found one conversation, whose messages would be rows; give [rows], a list of"
-            " conversations. Rows with the fields role and content can be given as a DataFrame"
+            f"{PLACE}: found a list of chat messages. If it is one conversation, pass [rows]. If each item is a row with"
+            " the fields role and content, pass pandas.DataFrame(rows)"
         )
     values = _values([rows] if isinstance(rows, str | Mapping) else rows)
     looked_at: Iterable[Any] = values.read()
@@ -92,12 +94,12 @@ def _values(rows: Any) -> Values:
     if isinstance(rows, _NO_ROWS):
         raise _refused(type(rows).__name__)
     if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
-        frame = rows.copy(deep=False)  # columns that the caller adds later are not in it
+        frame = rows.copy(deep=False)  # so that columns that the caller adds later are not read
         check_columns(PLACE, frame.columns)
         return Values(lambda: _of_pandas(frame), lambda: len(frame), frame.index)
     if _is_column(rows):
         column = _listed(rows)
-        index = getattr(rows, "index", None)  # of a pyarrow.Array it is a method
+        index = getattr(rows, "index", None)  # index is a method of a pyarrow.Array
         labels = None if callable(index) else index
         return Values(lambda: iter(column), lambda: len(column), labels)
     if isinstance(rows, Sequence):
@@ -114,7 +116,7 @@ def _values(rows: Any) -> Values:
 
 
 def _of_stream(rows: Any) -> Values:
-    """Return the rows of an Arrow stream. They can be read only once, unless the object can give several streams."""
+    """Return the rows of an Arrow stream. The rows can be read only once if the object gives a single stream."""
     import pyarrow as pa
 
     try:
@@ -177,7 +179,7 @@ def _copied(value: Any, levels: int = MAX_DEPTH) -> Any:
     One-dimensional arrays become lists: pandas makes arrays of lists in a Parquet file.
 
     Raises:
-        _TooDeepError: they are nested more than ``levels`` deep.
+        _TooDeepError: the dicts and lists are nested more than ``levels`` deep.
     """
     kind = type(value)
     if kind in _FLAT:
@@ -185,7 +187,9 @@ def _copied(value: Any, levels: int = MAX_DEPTH) -> Any:
     if not levels:
         raise _TooDeepError
     if kind.__name__ == "ndarray" and value.ndim == 1 and value.dtype.kind not in "mM":
-        return _copied(value.tolist(), levels)  # excludes times, which would become numbers
+        return _copied(
+            value.tolist(), levels
+        )  # kinds m and M are times, which would become numbers
     if isinstance(value, dict):
         return {key: _copied(part, levels - 1) for key, part in value.items()}
     if isinstance(value, list):

@@ -51,6 +51,7 @@ class Reader(Protocol):
 class Format:
     """A format of input files.
 
+    - ``suffixes``: suffixes of file names by which ``input.format = "auto"`` finds the format.
     - ``id``: default field for the row's id.
     - ``is_table``: True if all rows of a file have the same fields.
     - ``find``: set if ``input.path`` does not name the files directly. It returns the files, and a text about unused
@@ -69,8 +70,8 @@ def check_columns(place: str, names: Sequence[Any]) -> None:
     for number, (name, n_columns) in enumerate(Counter(names).items(), start=1):
         if not isinstance(name, str) or not name.strip():
             raise InputError(
-                f"{place}: column {number} of {len(names)} has no name, but {shown(name)}; name it"
-                " (pandas: to_csv(index=False))"
+                f"{place}: column {number} of {len(names)} has no name: found {shown(name)}, expected a"
+                " text; name the column (pandas: to_csv(index=False))"
             )
         if n_columns > 1:
             raise InputError(f"{place}: two columns are named {shown(name)}; rename one")
@@ -126,7 +127,8 @@ def row_of(
     *,
     others_have_ids: bool = False,
 ) -> Row:
-    """Return the Row for a value that a reader ``found``. Its id is the field ``key``; if ``key`` is None, its index.
+    """Return the Row for a value that a reader ``found``. The row's id is the value of the field ``key``; if ``key`` is
+    None, the row's index.
 
     A row that can't be read, or lacks its id, has ``error`` set and a fallback id that no other row has.
 

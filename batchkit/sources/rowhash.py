@@ -35,7 +35,8 @@ def input_hash(fields: Mapping[str, Any]) -> str:
 
 
 def _content(value: Any) -> Any:
-    """Return the full content of a value that has no JSON type. Its ``repr`` might be an address or be cut."""
+    """Return the full content of a value that has no JSON type. ``repr`` is the last choice, because it may be an
+    address or leave out content."""
     kind = type(value).__name__
     if isinstance(value, Mapping):
         return dict(value)

@@ -17,8 +17,8 @@ from batchkit.storage.index_set import IndexSet
 def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: Totals) -> Input:
     """Return ``source`` limited to a random sample of ``size`` rows, each with all values of ``input.cross``.
 
-    The same ``seed`` gives the same rows, and a larger sample contains a smaller one. ``settled``: rows that have
-    records; they count in the size of the source, even outside the sample.
+    The same ``seed`` gives the same rows, and a larger sample contains a smaller one. ``settled``: counts of the rows
+    that have records. These rows count in the ``size`` of the result, even outside the sample.
 
     Raises:
         InputError: as ``read_rows``.
@@ -29,8 +29,8 @@ def sampled(source: Input, table: InputTable, size: int, *, seed: int, settled: 
 
 
 def only(source: Input, chosen: IndexSet, *, of: int, settled: Totals) -> Input:
-    """Return ``source`` limited to the ``chosen`` rows. ``of``: number of rows before. ``settled``: as for
-    ``sampled``."""
+    """Return ``source`` limited to the ``chosen`` rows. ``of``: number of rows of the whole ``source``. ``settled``: as
+    for ``sampled``."""
     in_all = len(chosen | settled.completed | settled.failed_rows)
     return source._replace(
         read=lambda skip: source.read(lambda index: index not in chosen or skip(index)),
@@ -55,7 +55,8 @@ def drawn(indexes: Sequence[int], table: InputTable, size: int, *, seed: int) ->
 
 
 def in_random_order(indexes: Sequence[int], *, seed: int, most: int | None = None) -> Iterator[int]:
-    """Yield the first ``most`` of ``indexes`` in an order that depends on ``seed`` and on their number."""
+    """Yield ``indexes`` in a random order, which depends on ``seed`` and on their number. ``most``: stop after this
+    many."""
     n = len(indexes)
     places = _draw(n, n if most is None else most, Random(seed))
     return (indexes[place] for place in places)

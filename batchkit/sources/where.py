@@ -19,9 +19,9 @@ def compile_where(
 ) -> Callable[[Mapping[str, Any]], bool]:
     """Return a function that takes a row's fields and returns whether the row matches the filter.
 
-    Every field in ``where`` must exist and equal its value, or one of the values in its list. A value also matches its
-    text, because CSV has no numbers: ``year = 2020`` must find "2020". Midnight matches its day, because Excel stores
-    dates as midnight.
+    A row matches if it has every field of ``where`` with the given value, or with one of the values in the given list.
+    A value also matches its text, because CSV has no numbers: ``year = 2020`` must find "2020". Midnight matches its
+    day, because Excel stores dates as midnight.
 
     ``filled``: fields that must not be blank.
     """
@@ -44,12 +44,12 @@ def compile_where(
 
 
 def check_fields(where: Mapping[str, Any], fields: Mapping[str, Any], path: str) -> None:
-    """Raise InputError if the first readable row lacks a field of ``where``, which may be misspelled. ``fields``: of
-    that row."""
+    """Raise InputError if the first readable row lacks a field of ``where``, because the name may be misspelled.
+    ``fields``: the fields of that row."""
     for key in where:
         if key not in fields:
             raise InputError(
-                f"{path}: input.where names {key!r}, but its first readable row has no such field;"
+                f"{path}: input.where names {key!r}, but the file's first readable row has no such field;"
                 f" {one_of(key, fields)}"
             )
 

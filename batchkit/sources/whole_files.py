@@ -57,7 +57,7 @@ def _read_pdf(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[
 def _n_pages(place: str, path: str) -> int:
     """Return the number of pages.
 
-    If an error is not the file's own, it must stop the run, because all later rows would get other indexes.
+    An error that the file itself did not cause must stop the run. Otherwise, all later rows would get other indexes.
 
     Raises:
         MediaError: the file is broken.

@@ -14,10 +14,10 @@ from batchkit.errors import InputError, RequestError
 from batchkit.sources.files import open_input
 from batchkit.sources.reader import Format, Found, Skip, check_columns, one_of, shown
 
-# Programs that leave calculation to Excel set this: formula values are then missing or 0.
+# Programs that let Excel compute the formulas write this. The saved values of formulas are then missing or 0.
 _TO_COMPUTE = re.compile(rb'fullCalcOnLoad="(?:1|true)"')
 # A workbook's escape for characters that XML lacks, such as the \r of a line break, and for the _ of a
-# literal text in that form. Other escapes stay as they are: openpyxl hides whether they were meant.
+# literal text in that form. Other escapes are not resolved, because openpyxl does not tell them from literal text.
 _ESCAPED = re.compile("_x(00[01][0-9A-Fa-f]|005[Ff])_")
 _EXACT = 2**53  # numbers in cells are doubles, which are exact below this
 _FORMULA = object()  # stands for an unknown value
@@ -29,7 +29,7 @@ _NOT_COMPUTED = (
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
     """Yield the rows of the sheet that ``input.records`` names, by default the first (see ``Reader``).
 
-    Blank rows are skipped. A formula gives its saved value; without one, its row fails.
+    Blank rows are skipped. The value of a formula is its saved value. If there is none, the row fails.
     """
     with open_input(path, text=False) as file, ExitStack() as stack:
         is_computed = _is_computed(path, file)
@@ -94,7 +94,9 @@ def _is_no_workbook(path: str, error: Exception) -> InputError:
 def _sheet(path: str, workbook: Any, name: str | None) -> Any:
     sheets = {sheet.title: sheet for sheet in workbook.worksheets}
     if not sheets:
-        raise InputError(f"{path}: has no sheet with cells")
+        raise InputError(
+            f"{path}: the workbook has no worksheet, only other sheets such as charts; put the rows into a worksheet"
+        )
     if name is not None and name not in sheets:
         raise InputError(
             f"{path}: input.records: there is no sheet {name!r}; {one_of(name, sheets)}"
@@ -122,7 +124,8 @@ def _values(saved: Any, written: Any, *, is_computed: bool) -> Iterator[Sequence
 
 
 def _has_value(cell: Any) -> bool:
-    """Return whether the cell of a formula has a saved value. A cell without one has the type of a number."""
+    """Return whether the cell of a formula has a saved value. openpyxl gives a cell without a value the type of a
+    number."""
     return cell.value is not None or cell.data_type != "n"
 
 

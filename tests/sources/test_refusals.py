@@ -66,7 +66,7 @@ ZSTD = bytes.fromhex("28b52ffd0458410000") + b'{"a": 1}\x0a'  # one raw block, w
             "x.jsonl.gz",
             b"{}",
             {},
-            "the suffix .gz stands for a compressed file, but it is not one; rename it",
+            "the suffix .gz stands for a compressed file, but this file is not compressed that way; rename it",
         ),
         ("x.jsonl.gz", gzip.compress(b"{}" * 999, mtime=0)[:-9], {}, "can't be read: "),
         ("x.jsonl", b'[\n{"a": 1}]', {}, 'set input.format = "json"'),
@@ -107,7 +107,7 @@ ZSTD = bytes.fromhex("28b52ffd0458410000") + b'{"a": 1}\x0a'  # one raw block, w
             "x.jsonl",
             b'{"kind": 1}',
             {"where": {"zz": 1}},
-            "but its first readable row has no such field",
+            "but the file's first readable row has no such field",
         ),
     ],
 )

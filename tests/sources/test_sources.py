@@ -314,7 +314,7 @@ BROKEN_CELLS = [
     (b"1,2,3", "line 4: 3 cells for 2 columns: ['1', '2', '3']"),
     (b'"x\ny"', "lines 4-5: 1 cells for 2 columns"),
     (b"1,\xff", "line 4: not UTF-8 in column 'b'"),
-    (b'"a"b,2', "line 4: ',' expected after '\"'; check its quotes"),
+    (b'"a"b,2', "line 4: ',' expected after '\"'; check the quotes in this line"),
     (b"x" * 999, "…; put a cell that contains the separator in quotes"),
 ]
 BROKEN_REQUESTS = [
@@ -421,7 +421,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         rows_of("nosuch://x.jsonl")
     with pytest.raises(InputError, match=r"input\.path is not set"):
         list(read_rows(InputTable()))
-    with pytest.raises(InputError, match="simplecache:: may keep an old copy of a file; leave it"):
+    with pytest.raises(InputError, match="simplecache:: may keep an old copy of a file; remove it"):
         rows_of("simplecache::memory://nowhere/x.csv")
 
 
