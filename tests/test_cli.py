@@ -149,7 +149,7 @@ def test_wrong_command_line_exits_with_2_and_says_so_on_stderr(
         (["validate", "job.toml", "--set", "engine.options.speed=9"], "engine.options.speed"),
         (["status"], "no run under output/"),
         (["status", "job.toml"], "start one with `batchkit run job.toml`"),
-        (["merge", "job.toml", "--into", "output/b"], "no run there"),
+        (["merge", "job.toml", "--into", "output/b"], "there is no run in this folder"),
         (["run", "job.toml", "--shard", "2/2"], "the last 1/2"),
         (["retry-failed", "job.toml", "--kind", "bad"], "known kinds are template, media"),
         (["demo", "model", "job.toml"], "job.toml"),

@@ -505,7 +505,7 @@ PAGE = [
         },
     ),
     Mistake("validate job.toml --set input.id=idd", ("… input.id is …",), 3),
-    Mistake("export job.toml --csv", ("…: no run there; start one with …",)),
+    Mistake("export job.toml --csv", ("…: there is no run in this folder; start one with …",)),
     Mistake("run job.toml", ("…: can't be used as a run folder: …",), files={"output": ""}),
     Mistake(
         "run job.toml\nrun job.toml",

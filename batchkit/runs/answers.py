@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from batchkit.storage.lines import answers_in_words
 
 T = TypeVar("T")
-MOST_EXAMINED = 1_000  # rows that differ
+MOST_EXAMINED = 1_000  # maximum number of differing rows that are compared token by token
 _SHOWN = 10
-_BEFORE, _SHOWN_CHARACTERS = 20, 72  # of the text around a difference
+_BEFORE, _SHOWN_CHARACTERS = 20, 72  # characters shown before a difference, and in total
 _COUNTS = ("equal", "differ", "failed_before", "failed_after", "failed_in_both")
 _WORDS = re.compile(r"\s*\S+")
 _PIECE = "\N{REPLACEMENT CHARACTER}"  # part of a character that takes several tokens
@@ -66,9 +66,10 @@ def _token(found: Mapping[str, Any]) -> Token:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One engine's side of a difference. ``token``: its token at the first difference; None if its answer ended before.
-    ``logprob`` belongs to this token, ``other_logprob`` to the other engine's token, both as this engine reports them;
-    None if it does not. ``begins``: the position in ``text``, in characters, at which the answers differ."""
+    """One engine's side of a difference. ``token``: this engine's token at the first difference; None if its answer
+    ended before. ``logprob`` and ``other_logprob``: the log-probabilities that this engine reported for ``token`` and
+    for the other engine's token; None if it did not report one. ``begins``: the position in ``text``, in characters, at
+    which the answers differ."""
 
     text: str
     begins: int
@@ -83,7 +84,8 @@ class Part:
 class Difference:
     """A row whose answers differ from ``position`` on, counted from 0 in tokens or words (``unit``). ``gap``: by how
     much the more certain engine preferred its own token, as a difference of logprobs; None if unknown for both.
-    ``gap_is_least``: the gap is a lower bound, because a token is not among the other engine's likeliest."""
+    ``gap_is_least``: the gap is a lower bound, because an engine did not report the other's token among its
+    likeliest."""
 
     index: int
     id: str
@@ -111,11 +113,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class AnswerComparison:
-    """The answers of a run beside those of the baseline, over the rows that both have.
+    """A comparison of a run's answers with those of the baseline, over the rows that both have.
 
-    ``equal`` and ``differ`` count rows that both answered. ``failed_before`` and ``failed_after`` count rows that failed
-    only in the baseline and only in the run. ``differences``: those of the first 1,000 rows that differ, the largest
-    gap first. A difference with a gap below ``tie`` is a tie.
+    ``equal`` and ``differ`` count rows that both answered. ``failed_before`` and ``failed_after`` count rows that
+    failed only in the baseline and only in the run. ``differences``: the differences of the first 1,000 rows that
+    differ, the largest gap first. A difference with a gap below ``tie`` is a tie.
     """
 
     equal: int
@@ -154,7 +156,7 @@ class AnswerComparison:
         )
         for name, count in failed:
             if count:
-                yield f"Failed in {name}{' alone' * (name != 'both')}: {count:,}."
+                yield f"Failed {'only ' * (name != 'both')}in {name}: {count:,}."
         if self.differences:
             yield self._summary()
         if changed := sum(found.has_other_prompt for found in self.differences):
@@ -170,12 +172,15 @@ class AnswerComparison:
     def _summary(self) -> str:
         median = statistics.median(found.position for found in self.differences)
         unit = self.differences[0].unit
-        text = f"Answers that differ: {self.differ:,}, at the median from {unit} {median:g} on (counted from 0)"
+        text = (
+            f"Answers that differ: {self.differ:,}; median position of the first difference: {unit} {median:g},"
+            " counted from 0"
+        )
         if self.differ > len(self.differences):
-            text += f", as of the first {len(self.differences):,}"
+            text += f", in the first {len(self.differences):,} of these answers"
         unknown = sum(found.gap is None for found in self.differences)
         if unknown == len(self.differences):
-            return f"{text}. Without sampling.logprobs in both runs, it is unknown which are ties."
+            return f"{text}. Without sampling.logprobs in both runs, it is unknown which of them are ties."
         return f"{text}; {self.ties:,} of them are ties (gap below {self.tie:g})" + (
             f", and the gap of {unknown:,} is unknown." if unknown else "."
         )

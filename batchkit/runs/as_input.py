@@ -55,8 +55,8 @@ def records_of(table: InputTable) -> Iterator[dict[str, Any]]:
 
 
 def _is_log(table: InputTable) -> bool:
-    """Return True if ``input.path`` names the run's ``results.jsonl``. Its rows then have the scores that they finished
-    with; later scores of the run don't change this input."""
+    """Return True if ``input.path`` names the run's ``results.jsonl``. The rows then have the scores that were computed
+    when they finished; later scores of the run don't change this input."""
     return Path(table.path or "").name == RESULTS
 
 
@@ -73,7 +73,9 @@ def found(table: InputTable) -> tuple[list[str], str]:
     """
     folder = _folder(table)
     if not is_run(folder):
-        raise InputError(f"{folder}: no run there; give the folder of a run, as output/NAME")
+        raise InputError(
+            f"{folder}: there is no run in this folder; give the folder of a run, such as output/NAME"
+        )
     names = (RESULTS,) if _is_log(table) else (RESULTS, SCORES)
     files = [str(folder / name) for name in names if (folder / name).exists()]
     if not files:
@@ -91,7 +93,7 @@ def _left_out(folder: Path, table: InputTable) -> str:
     totals = checkpoint and checkpoint.totals
     n_ok, n_failed = (totals.ok, totals.failed) if totals else (0, 0)
     if n_failed and "status" not in table.where:
-        failed = f'{n_failed:,} failed rows are left out (input.where = {{ status = "failed" }})'
+        failed = f'{n_failed:,} failed rows are left out; input.where = {{ status = "failed" }} selects them'
     else:
         failed = ""
     if total is not None and n_ok + n_failed < total:
@@ -126,7 +128,8 @@ def _lacking(folder: Path, table: InputTable) -> str:
 def _fields(record: dict[str, Any], inputs: InputRows) -> dict[str, Any]:
     """Return a record as an input row: the columns of the run's own input, and the parts of the answer, by name.
 
-    A column that has the name of a part of the answer is found only in ``fields``, with the other kept columns.
+    If a column of the input has the same name as a part of the answer, the column is only in ``fields``, with the other
+    kept columns.
     """
     row = inputs.row(record)
     columns = {**({} if row is None else row.fields), **(record.get("fields") or {})}

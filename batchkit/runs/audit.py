@@ -80,8 +80,8 @@ class Records:
         return found
 
     def others(self, rows: array[int], keys: array[int]) -> dict[int, int]:
-        """Return the rows whose newest record belongs to another row of the input, each with the key that it should
-        have.
+        """Return the rows whose newest record belongs to another row of the input, each with the key that its record
+        should have.
 
         ``rows``: rows of the input that have a record. ``keys``: the ``key_of`` of each of them.
         """
@@ -103,8 +103,8 @@ class Records:
         return [*dict.fromkeys(row for row, has_vector in pairs if not has_vector)]
 
     def kept(self, unknown: IndexSet, mixed: Mapping[int, int]) -> list[bool]:
-        """Return for each record whether a repair keeps it. It does if the row is known, the vector is intact, and no
-        newer answer exists.
+        """Return for each record whether a repair keeps it. A record is kept if its row is known, its vector is intact,
+        and no newer answer exists.
 
         - ``unknown``: rows that the input does not have.
         - ``mixed``: rows whose record belongs to another row, with the key that is expected.

@@ -23,7 +23,7 @@ from batchkit.storage.identity import differences
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import Manifest, read_manifest
 
-TIE = 0.01  # the least gap in log-probability that is no tie; bfloat16 needs more, for example 0.25
+TIE = 0.01  # a smaller gap in log-probability is a tie; bfloat16 needs more, for example 0.25
 _SHOWN_DIFFERENCES = 12
 _NUMBERING = (
     "input.format",
@@ -37,8 +37,8 @@ def compare(folders: Sequence[Path], *, tie: float = TIE) -> Comparison:
 
     A difference is the mean over the rows that both runs have scored. Its interval is the percentile interval of the
     paired bootstrap: rows are drawn with replacement, with both scores of a row together (Efron & Tibshirani, An
-    Introduction to the Bootstrap, 1993, ch. 13; for scores of text: Koehn, Statistical Significance Tests for
-    Machine Translation Evaluation, EMNLP 2004). It covers the choice of rows, not the effect of another seed of the
+    Introduction to the Bootstrap, 1993, ch. 13; for scores of text: Koehn, Statistical Significance Tests for Machine
+    Translation Evaluation, EMNLP 2004). The interval covers the choice of rows, not the effect of another seed of the
     model.
 
     Rows use the groups of the baseline, also in runs that did not keep the group field. Rows that share an id are

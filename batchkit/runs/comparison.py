@@ -70,8 +70,8 @@ class Flip:
 class Comparison:
     """The comparison of runs with a baseline.
 
-    ``runs`` has the names, baseline first; ``tables`` their score tables. By run name: ``rates`` says what each run
-    took, ``answers`` how the answers of each further run differ, ``origins`` which model answered and when.
+    ``runs`` has the names, baseline first; ``tables`` their score tables. Keyed by run name: ``rates`` (tokens, time
+    and price), ``answers`` (how the answers of each further run differ), ``origins`` (which model answered, and when).
     ``only_in_baseline`` and ``only_in_run`` count unmatched ids for each further run.
     """
 
@@ -106,8 +106,8 @@ class Comparison:
         }
 
     def to_text(self) -> str:
-        """Return Markdown: warnings, what each run took, and for each run its scores and answers beside the
-        baseline's."""
+        """Return Markdown: warnings, the tokens, time and price of each run, and a comparison of each run's scores and
+        answers with the baseline."""
         parts = [f"{run}: {', '.join(origin)}" for run, origin in self.origins.items()]
         parts += ["", *(f"- {warning}" for warning in self.warnings)]
         parts += [""] * bool(self.warnings)

@@ -31,7 +31,7 @@ _LONGEST = 500  # characters of a message
 class Failure:
     """The rows that failed with one kind of error.
 
-    - ``index``, ``id``, ``message``: of the first of these rows.
+    - ``rows``: number of these rows. ``index``, ``id`` and ``message`` are those of the first row.
     - ``may_pass``: True if a retry without any change may succeed.
     """
 
@@ -73,7 +73,7 @@ def lines_of(failures: Sequence[Failure], folder: str, *, was_retry: bool) -> It
     """Yield the lines that a terminal shows for the failures, and the next command to run."""
     for failure in failures:
         row = f"row {failure.index} (id {failure.id})"
-        yield f"failed by {failure.kind}: {failure.rows:,}, as {row}: {failure.message}"
+        yield f"failed by {failure.kind}: {failure.rows:,}, for example {row}: {failure.message}"
     again = [failure.kind for failure in failures if failure.may_pass]
     others = [failure.kind for failure in failures if not failure.may_pass]
     if again and not was_retry:

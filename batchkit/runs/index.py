@@ -42,11 +42,11 @@ ENTRY = np.dtype(
         ("start", "<i8"),  # byte offset of the line in the log
         ("length", "<u4"),
         ("row", "<u4"),
-        ("id", "<u8"),  # a hash, like ``made`` and ``answer``
-        ("made", "<u4"),  # equal to the hash in the scores.jsonl line computed from this record
-        ("answer", "<u4"),
+        ("id", "<u8"),  # a hash of the id
+        ("made", "<u4"),  # a hash, which the scores.jsonl line made from this record shares
+        ("answer", "<u4"),  # a hash of the answer
         ("letters", "<u4"),  # characters of the answer
-        ("tokens", "<u4"),
+        ("tokens", "<u4"),  # completion tokens
         ("prompt_tokens", "<u4"),
         ("latency", "<f4"),
         ("group", "<u4"),  # an index into ``groups``
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 class Index:
-    """The index of the log that was in ``folder`` at creation. Request threads share it.
+    """The index of the log that was in ``folder`` when this object was created. Several threads may use one index.
 
     ``problem`` describes damage to the log or its scores found so far.
 

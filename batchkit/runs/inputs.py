@@ -29,7 +29,7 @@ _LONGEST_QUESTION = 1_000
 class Prompt(NamedTuple):
     """The prompt of a row, rendered again to show it.
 
-    - ``sources``: its images. ``clips``: the kind and source of each audio or video clip.
+    - ``sources``: the source of each image. ``clips``: the kind and source of each audio or video clip.
     - ``fields``: the row's input columns; empty if the row is missing.
     - ``problem``: why the prompt can't be shown, otherwise "".
     """
@@ -44,8 +44,8 @@ class Prompt(NamedTuple):
 class InputRows:
     """A reader that finds the input row of each record. The records must come in input order.
 
-    - ``chosen``: indexes of the rows that will be requested; None if any row may be.
-    - ``reach``: which files may be opened; None for any.
+    - ``chosen``: indexes of the rows that will be requested; None if any row may be requested.
+    - ``reach``: which files may be opened; None allows all.
     - ``problem`` (attribute): why the first missing row is missing.
     """
 
@@ -128,7 +128,7 @@ class InputColumns:
     """The input columns that an export of the run in ``folder`` adds to its records.
 
     - ``names``: the columns in ``output.keep``, and those that ``[scoring]`` uses.
-    - ``problem``: why rows of the input could not be read, if they are needed.
+    - ``problem``: why rows of the input could not be read; None if they could, or are not needed.
     - ``is_local``: True if the input is, or was, on this machine.
     """
 

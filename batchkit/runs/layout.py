@@ -77,7 +77,7 @@ class Layout(NamedTuple):
 
 
 def free_name(name: str, prefix: str, taken: Container[str]) -> str:
-    """Return ``name`` with as many times the ``prefix`` as needed to be in no conflict with ``taken``."""
+    """Return ``name`` with the ``prefix`` repeated before it until the result is not in ``taken``."""
     while name in taken:
         name = f"{prefix}{name}"
     return name
@@ -86,7 +86,7 @@ def free_name(name: str, prefix: str, taken: Container[str]) -> str:
 def vector_type(folder: Path, job: JobConfig) -> VectorType | None:
     """Return the type of the vectors in the newest records; None if the run has no vectors.
 
-    With ``task = "score"``, some lines of a batch file may ask for vectors.
+    A job with ``task = "score"`` may have vectors, too, because lines of a batch file may ask for them.
     """
     segments = segments_of(folder) if job.may_have_vectors else []
     if job.task not in WITH_VECTORS and not segments:
@@ -95,7 +95,7 @@ def vector_type(folder: Path, job: JobConfig) -> VectorType | None:
     types = {vectors.type_of(number) for number in segments} - {None}
     if len(types) == 1:
         return types.pop()
-    # The log also decides if a segment is missing or only older records use one.
+    # The segments do not decide, for example because one is missing or only older records use it. Read the log.
     named = (record.get(EMBEDDING) for record in read_newest(folder / RESULTS))
     lengths = {place["dimensions"] for place in named if place is not None}
     return VectorType(job.output.vector_dtype, lengths.pop() if len(lengths) == 1 else None)
@@ -183,7 +183,7 @@ def _pooled_columns(log: Path, job: JobConfig) -> dict[str, Column]:
 def _step_columns(job: JobConfig) -> dict[str, Column]:
     """Return the columns of each of ``[[steps]]``: its text; if it is scored, also its prediction and scores.
 
-    They are null in rows for which the step was skipped.
+    The columns are null in rows for which the step was skipped.
     """
     found = {step.name: Column("string", ("steps", step.name, "text")) for step in job.steps}
     for step in job.steps:

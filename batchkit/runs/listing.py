@@ -39,7 +39,7 @@ _FINISHED = (0, 3)  # exit codes of runs in which every row has a record
 
 
 class Look(NamedTuple):
-    """The status and manifest of a run at one moment."""
+    """The status and manifest of a run at one moment. ``limits``: the job's ``[budget]``."""
 
     status: Status
     manifest: Manifest
@@ -71,7 +71,7 @@ class Look(NamedTuple):
         }
 
     def _budgets(self) -> Iterator[dict[str, Any]]:
-        """Yield the used part of each limit of ``[budget]``. Seconds count the last start only."""
+        """Yield the used part of each limit of ``[budget]``. The seconds are those of the last start only."""
         budget, starts, now = self.limits, self.manifest.starts, self.status
         tokens = Usage(now.prompt_tokens, now.completion_tokens)
         spent = {
@@ -91,10 +91,11 @@ class Look(NamedTuple):
 
 @dataclass
 class Runs:
-    """The runs below the folder ``target``, or only the run in it (``is_single``).
+    """The runs below the folder ``target``. If ``is_single``, ``target`` itself is the only run.
 
     A run is looked up by key (its folder name) among existing folders, so no part of an HTTP request is used as a path.
-    ``media``: further folders whose files may be shown. ``named``: the keys to show; None shows all.
+    ``media``: folders whose files may be shown; if empty, those that the run's job file uses. ``named``: the keys to
+    show; None shows all.
     """
 
     target: Path
@@ -238,16 +239,18 @@ def find_run(target: str | None, overrides: Sequence[str] = ()) -> Path:
         counts = {path.parent.name.rpartition("-of-")[2] for path in shards}
         if counts := {
             count for count in counts if count.isdecimal()
-        }:  # other folders were moved aside
+        }:  # the names of earlier shards end with .1, .2, … after --fresh
             parts = " ".join(f"{folder}.shard-*-of-{count}" for count in sorted(counts, key=int))
             raise JobError(
-                f"{folder}: no run there, but shards of it: name one of them, or `batchkit merge {parts}"
-                f" --into {target}` first"
+                f"{folder}: there is no run in this folder, but there are shards of the job. Give the folder of one"
+                f" shard, or merge the shards first: `batchkit merge {parts} --into {target}`"
             )
         if path.is_file():
             dry = folder.with_name(f"{folder.name}.dry-run")
             hint = f"; its dry run is {dry}" if is_run(dry) else ""
-            raise JobError(f"{folder}: no run there; start one with `batchkit run {target}`{hint}")
+            raise JobError(
+                f"{folder}: there is no run in this folder; start one with `batchkit run {target}`{hint}"
+            )
         raise JobError(f"{target}: neither a run folder nor a job file{near_run(folder)}")
     return folder
 

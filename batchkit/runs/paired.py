@@ -22,7 +22,7 @@ from batchkit.storage.lines import answers_in_words
 
 _ALL_S = 1e6  # seconds: enough to read any log to its end
 _MOST_VALUES = 20_000  # up to this many distinct differences, the draws are exact
-_DRAWS = 20_000_000  # drawn numbers in memory at a time
+_DRAWS = 20_000_000  # maximum number of random numbers in memory at a time
 # 2^64 divided by the golden ratio: a product with it spreads small numbers over 64 bits (Fibonacci hashing).
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -58,9 +58,11 @@ class Side:
         return replace(self, snapshot=chosen)
 
     def grouped_as(self, baseline: Side, pairs: Pairing) -> Side:
-        """Return this run with its rows in the baseline's groups, because it did not keep the group field.
+        """Return this run with each row in the group that the row has in the baseline. Used if this run did not keep
+        the field ``group_by``.
 
-        ``pairs``: the rows that both runs have. Other rows get the group of rows without the field.
+        ``pairs``: the rows that both runs have. Rows that the baseline lacks get the same group as rows without the
+        field.
         """
         theirs, entries = baseline.snapshot, self.snapshot.entries.copy()
         groups = [*dict.fromkeys([*theirs.groups, group_name(None)])]
@@ -88,7 +90,7 @@ def paired(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairing:
 def _unique(snapshot: Snapshot, by_place: bool) -> Table:
     """Return a number for each row that is equal for the same row in both runs.
 
-    It is made of the id and the index (``by_place``), or of the id and the number of earlier rows with it.
+    The number combines the id with the index (``by_place``), or with the count of earlier rows that have the same id.
     """
     rows = snapshot.entries[snapshot.newest]
     ids: Table = rows["id"]
@@ -129,7 +131,7 @@ class PairedScores(NamedTuple):
 def deltas(found: PairedScores) -> Iterator[Delta]:
     """Yield the Delta of each group, then of all rows.
 
-    Each one has a separate random generator, so adding a group or scorer does not change other intervals.
+    Each group has a separate random generator, so adding a group or scorer does not change the intervals of others.
     """
     before, after = found.scores
     scored = ~np.isnan(before) & ~np.isnan(after)
@@ -182,7 +184,8 @@ def bootstrap_interval(
 def flips(of_run: Sequence[PairedScores], job: JobConfig, inputs: InputRows) -> list[Flip]:
     """Return the rows of a run that flipped, by scorer and then in the baseline's order.
 
-    The first 1,000 have their question, reference and answers; ``inputs`` reads the baseline's input for that.
+    Only the first 1,000 of these rows get their question, reference and answers. ``inputs``: the input rows of the
+    baseline, from which the question and the reference are read.
     """
     if not of_run:
         return []
@@ -242,7 +245,7 @@ def answers_beside(baseline: Side, side: Side, pairs: Pairing, tie: float) -> An
 
 
 def flipped(scorer: str, before: Table, after: Table) -> Table:
-    """Return for each row 1 (better), -1 (worse) or 0 (neither). nan scores count as 0."""
+    """Return for each row 1 (better), -1 (worse) or 0 (neither). A row with a nan score gets 0."""
     change = np.nan_to_num(after - before)
     is_binary = all(np.isin(found[~np.isnan(found)], (0, 1)).all() for found in (before, after))
     graded = REWARD_STEP if scorer in OUT_OF_TEN else GRADED_STEP

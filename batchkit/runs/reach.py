@@ -36,7 +36,7 @@ class Reach(NamedTuple):
     """The ``job`` of a run, restricted for readers of the run.
 
     Templates get a short time limit, and only files below one of ``roots`` are opened. ``closed``: why files below
-    ``media.root`` are not opened; "" if they are.
+    ``media.root`` are not opened; "" if they may be opened.
     """
 
     job: JobConfig

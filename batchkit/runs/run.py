@@ -113,7 +113,7 @@ class Run:
         if len(found) > 1:
             rows = ", ".join(str(record["index"]) for record in found[:5])
             raise JobError(
-                f"{self.folder}: id {row!r} names several rows: {rows}; give one's index"
+                f"{self.folder}: id {row!r} names several rows: {rows}; give the index of one"
             )
         return next(scored(found, self.folder))
 
@@ -161,8 +161,8 @@ class Run:
     def to_arrow(self, *, inputs: bool = False) -> pa.Table:
         """Return the newest record of each row as a table, with the columns of ``batchkit export --parquet``.
 
-        ``text`` is the answer. By default, the table has one line per record; the input columns are those in
-        ``output.keep``.
+        The column ``text`` has the answers. By default, the table has one line per record; the input columns are those
+        in ``output.keep``.
 
         ``inputs``: True gives one line per input row, also for rows without a record, whose record columns are null.
         All input columns come first, with their own types.

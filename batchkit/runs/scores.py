@@ -35,7 +35,7 @@ def table_of(
     matrix.
 
     - ``job``: decides groups and choices. By default the run's job, restricted to files that a reader may open.
-    - ``visit``: called with the newest record of each row, so that one pass over the log serves two readers.
+    - ``visit``: called with the newest record of each row, so that the caller need not read the log a second time.
 
     Raises:
         InputError: The table needs fields that the run did not keep, and the input changed.
@@ -65,7 +65,8 @@ def table_of(
 
 
 def _choices_of(job: JobConfig) -> Sequence[str]:
-    """Return the possible answers, if every row's reference is one of them; otherwise an empty tuple."""
+    """Return the answers that the job allows (``scoring.choices`` or ``structured_outputs``). Return an empty tuple if
+    there are none, or if the job has no ``scoring.reference`` or has ``scoring.rules``."""
     if job.scoring.reference is None or job.scoring.rules:
         return ()
     wanted = job.sampling.params().get("structured_outputs")
@@ -92,7 +93,7 @@ def table_of_index(snapshot: Snapshot, group_by: str | None) -> ScoreTable:
 def is_mixed(folder: Path) -> bool:
     """Return whether rows of the run may have been scored with different settings.
 
-    This is so after a change of ``[scoring]``, until the next complete `run` or `score`.
+    This is the case after a change of ``[scoring]``, until the next complete `run` or `score`.
     """
     return read_manifest(folder).scoring is None
 

@@ -31,10 +31,11 @@ class Status:
     """The state of a run.
 
     - ``total``: number of rows; None if they can't be counted (rows given from Python).
-    - ``generations``: number of generations, for rows that have several. It includes rows in progress, and so do the
-      tokens.
+    - ``generations``: number of generations, for rows that have several. This number and the tokens include rows in
+      progress.
     - ``engine_settings``: options that out-of-memory errors have reduced below the job's values.
     - ``engine_events``: the newest twenty log lines about the engine in the last start.
+    - ``held_by``: the process that is working on the run; None if there is none.
     - ``workers``: state of each worker at the last checkpoint of the last start, if there are several.
     """
 
@@ -110,8 +111,8 @@ class Status:
 
 
 def status(folder: Path) -> Status:
-    """Return the run's state from its checkpoint, the log after it, the manifest and the lock. Safe while the run
-    works.
+    """Return the run's state from its checkpoint, the log after it, the manifest and the lock. This is safe while the
+    run is in progress.
 
     The checkpoint is not checked against the log; ``verify`` does this.
 
@@ -149,7 +150,8 @@ def status(folder: Path) -> Status:
 
 
 class Counts(NamedTuple):
-    """Counts of a run. ``totals``: over its records. ``steps``: over its generations, if rows have several."""
+    """Counts of a run. ``totals``: counts of its records. ``steps``: counts of its generations, if rows have
+    several."""
 
     totals: Totals
     steps: Spent
@@ -184,7 +186,8 @@ def pending_rows(total: int | None, totals: Totals, manifest: Manifest) -> int |
 
 
 def total_rows(folder: Path, manifest: Manifest) -> int | None:
-    """Return the number of rows from the manifest. If no start has counted them, count them now."""
+    """Return the number of rows from the manifest. If no start has counted them, count them now. Return None if they
+    can't be counted."""
     if manifest.total is not None:
         return manifest.total
     try:
@@ -195,7 +198,8 @@ def total_rows(folder: Path, manifest: Manifest) -> int | None:
 
 
 def _settings(manifest: Manifest) -> dict[str, Any]:
-    """Return the reduced options of the engines, by name. Options of ``[engines.NAME]`` have its name as prefix."""
+    """Return the reduced options of the engines, by name. Options of ``[engines.NAME]`` have the prefix
+    ``engines.NAME.``."""
     named = {
         f"engines.{name}.{option}": value
         for name, notes in manifest.engines.items()

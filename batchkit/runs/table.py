@@ -41,7 +41,7 @@ _VECTOR_BYTES = 64 << 20
 def schema_of(layout: Layout) -> pa.Schema:
     """Return the Arrow schema that every batch of the table has.
 
-    Vectors are fixed-size lists; if their lengths differ or are unknown, plain lists.
+    Vectors are fixed-size lists, or lists of variable size if their lengths differ or are unknown.
     """
     return pa.schema(
         [
@@ -100,8 +100,8 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
 
     The record's columns are those of ``export --parquet``; they are null if a row has no record.
 
-    - A field with the name of a record column gets the prefix ``fields.``. Only a field ``id`` that identifies the rows
-      replaces the record column.
+    - A field with the name of a record column gets the prefix ``fields.``. But if the field ``id`` identifies the rows
+      (``input.id``), it replaces the record column ``id``.
     - A field whose values have no common Arrow type becomes text. A field with images is left out.
     - If the rows could be read only once, the result is the table of ``export --parquet``.
 

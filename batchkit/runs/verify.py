@@ -29,15 +29,17 @@ _AT_ONCE = 10_000  # rows
 class Verification:
     """The audit of a run. For each kind of row, ``…_rows`` lists the first few by index.
 
+    - ``rows``: number of rows of the run; None if unknown. ``records``: number of records, several for some rows.
     - ``lost``: rows that the checkpoint counts but the log does not contain.
     - ``duplicates``: rows with more than one answer, ignoring ok records without content.
     - ``unknown``: records with an index that the input does not have.
     - ``mixed``: records whose id or ``input_hash`` belongs to another row than the one at their index.
     - ``pending``: rows without a record. No rows are listed if ``--skip-from`` left some to another run.
-    - ``checkpoint_matches``: the checkpoint agrees with the log. A missing one agrees, because it is only a cache.
+    - ``checkpoint_matches``: the checkpoint agrees with the log. A missing checkpoint counts as agreeing, because it is
+      only a cache.
     - ``damage``: where the log differs from its state at the last checkpoint, or None.
-    - ``bad_vectors``: rows whose vector is missing, damaged, another row's, or not finite; ``vector_fault`` has the
-      first.
+    - ``bad_vectors``: rows whose vector is missing, damaged, another row's, or not finite. ``vector_fault``: a message
+      about the first of them.
     - ``torn_bytes``: bytes of the logs that are not records or generations.
     - ``generations``: lines of ``steps.jsonl``; ``generations_lost``: generations that records count but the file lacks;
       ``generations_duplicate``: repeated lines of the same call of a row.
@@ -103,7 +105,8 @@ class Verification:
 class Compared:
     """The result of comparing the newest record of each row with the input.
 
-    - ``n_pending``: number of rows without a record; None if the input could not be read.
+    - ``n_pending``: number of rows without a record; None if the input could not be read. ``pending``: the first of
+      them.
     - ``mixed``: rows whose record belongs to another row, with the expected ``key_of``.
     """
 
@@ -179,7 +182,9 @@ def compare(
         reach.files(job.input)
         source = from_job(job)
         if changes := input_changes(manifest.input, source.files or []):
-            return Compared(not_compared=f"the input has changed since: {'; '.join(changes)}")
+            return Compared(
+                not_compared=f"the input has changed since the run read it: {'; '.join(changes)}"
+            )
         unknown, mixed = totals.completed | totals.failed_rows, dict[int, int]()
         settled = iter(source.everything(lambda index: not totals.is_settled(index)))
         while part := [*islice(settled, _AT_ONCE)]:

@@ -167,5 +167,5 @@ def test_job_file_stands_for_no_run_while_there_are_only_shards() -> None:
     found = batchkit("status", "job.toml")
     assert found.exit_code == 2
     folder = Path("output/a").resolve()
-    assert "no run there, but shards of it" in found.stderr
+    assert "there is no run in this folder, but there are shards of the job" in found.stderr
     assert f"batchkit merge {folder}.shard-*-of-2 --into job.toml" in found.stderr

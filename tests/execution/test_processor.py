@@ -44,7 +44,7 @@ def test_a_mistyped_key_of_a_job_is_a_job_error_in_plain_words() -> None:
         (lambda: processor().process(), "no rows: give some to process()"),
         (
             lambda: processor().process([{"role": "user", "content": "Hi"}]),
-            "found one conversation, whose messages would be rows; give [rows]",
+            "found a list of chat messages. If it is one conversation, pass [rows]",
         ),
         (
             lambda: processor().process([{"x": 1}] * 4),
@@ -52,7 +52,7 @@ def test_a_mistyped_key_of_a_job_is_a_job_error_in_plain_words() -> None:
         ),
         (
             lambda: processor().process("job.toml"),
-            "'job.toml' is the name of a file, which belongs",
+            "'job.toml' is the name of a file; to read the file, set input.path",
         ),
     ],
 )
@@ -115,7 +115,7 @@ def test_failed_rows_are_printed_and_raised_if_asked_for(
     with pytest.raises(FailedRowsError) as raised:
         loud.process(rows)
     for said in (str(raised.value), capsys.readouterr().err):
-        assert "failed by template: 1, as row 1 (id 1): nothing to send" in said
+        assert "failed by template: 1, for example row 1 (id 1): nothing to send" in said
     assert str(raised.value).startswith("1 of 2 rows failed")
     assert processor().process(rows).exit == 3
 

@@ -42,8 +42,13 @@ def test_failures_are_listed_by_kind_with_an_example() -> None:
     found = run()
     assert found.json["failed_by_kind"] == {"template": 2, "media": 1}
     said = [line.removeprefix("batchkit: ") for line in found.stderr.splitlines()]
-    assert "failed by template: 2, as row 1 (id 1): 'q' is undefined; the row has other" in said
-    assert any(line.startswith("failed by media: 1, as row 3 (id 3): 5.png: no") for line in said)
+    assert (
+        "failed by template: 2, for example row 1 (id 1): 'q' is undefined; the row has other"
+        in said
+    )
+    assert any(
+        line.startswith("failed by media: 1, for example row 3 (id 3): 5.png: no") for line in said
+    )
     assert "rows failed by template, media would fail again" in found.stderr
     assert "retry-failed" not in found.stderr
     assert f"batchkit show --failed {RUN.absolute()}" in found.stderr
@@ -65,7 +70,9 @@ def test_failures_of_all_starts_are_listed() -> None:
     assert "failed by" not in good.stderr
     assert "show --failed" not in good.stderr
     for args in (["--limit", "2"], []):
-        assert "failed by template: 1, as row 1 (id 1): 'q' is undefined" in run(*args).stderr
+        assert (
+            "failed by template: 1, for example row 1 (id 1): 'q' is undefined" in run(*args).stderr
+        )
 
 
 def test_a_long_message_is_cut_and_a_control_character_shown() -> None:
@@ -96,7 +103,7 @@ def test_a_retry_is_advised_where_another_answer_may_come(
     temperature: float, is_advised: bool
 ) -> None:
     stderr = ended([said("{}"), said("oh")], temperature)
-    assert "failed by invalid_output: 1, as row 1 (id 1): the answer is not JSON" in stderr
+    assert "failed by invalid_output: 1, for example row 1 (id 1): the answer is not JSON" in stderr
     assert (f"next: batchkit retry-failed {RUN.absolute()}" in stderr) == is_advised
     assert ("would fail again" in stderr) == (not is_advised)
 

@@ -121,7 +121,7 @@ def test_an_id_of_several_rows_is_refused_with_their_indexes() -> None:
     log = Path("output/a/results.jsonl")
     write_jsonl(log, [{**record, "id": "x"} for record in read_jsonl(log)])
     (log.parent / "checkpoint.json").unlink()
-    with pytest.raises(JobError, match=r"id 'x' names several rows: 0, 1; give one's index"):
+    with pytest.raises(JobError, match=r"id 'x' names several rows: 0, 1; give the index of one"):
         Run().record("x")
     assert Run().record(1)["id"] == "x"
 

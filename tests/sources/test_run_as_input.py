@@ -147,7 +147,9 @@ def test_failed_rows_are_left_out_unless_where_names_their_status(
     table = InputTable(path=FOLDER, where=where)
     assert [found.id for found in read_rows(table)] == ids
     assert count_rows(table) == len(ids)
-    said = f'{FOLDER}: 1 failed rows are left out (input.where = {{ status = "failed" }})'
+    said = (
+        f'{FOLDER}: 1 failed rows are left out; input.where = {{ status = "failed" }} selects them'
+    )
     assert listing(table).left_out == ("" if "status" in where else said)
 
 
@@ -184,8 +186,14 @@ def test_unfinished_run_is_reported() -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("output", "output: no run there; give the folder of a run, as output/NAME"),
-        ("s3://bucket/a", "s3:/bucket/a: no run there; give the folder of a run, as output/NAME"),
+        (
+            "output",
+            "output: there is no run in this folder; give the folder of a run, such as output/NAME",
+        ),
+        (
+            "s3://bucket/a",
+            "s3:/bucket/a: there is no run in this folder; give the folder of a run, such as output/NAME",
+        ),
     ],
 )
 def test_folder_that_is_no_run_is_refused(path: str, message: str) -> None:
