@@ -157,8 +157,8 @@ def run(
     same command resumes them. At the end, the variants are compared with the first one.
 
     Without JOB, give --model, --input and --prompt. The run folder is then named after input and model, the same
-    command resumes the run, and a column `id` names the rows. Rows that bring a prompt, and OpenAI batch files,
-    need no --prompt.
+    command resumes the run, and a column `id` names the rows. Rows that contain their own prompt, and OpenAI batch
+    files, need no --prompt.
 
     The last line on stdout is a JSON object with the counts.
     """
@@ -169,13 +169,15 @@ def run(
     how = {name: keys.pop(name) for name in ("fresh", "on_change", "skip_from")}
     if how["fresh"] and how["on_change"] == "requeue":
         raise click.UsageError(
-            "--fresh begins a new run, and --on-change requeue keeps answers of the old one: keep one"
+            "--fresh begins a new run, and --on-change requeue keeps answers of the old one: give only one of them"
         )
     given = options.given_keys(keys)
     jobs, is_varied = _jobs_to_run(job, overrides, given, vary, shard)
     if is_varied and (output is not None or shard is not None):
         flag = "--shard" if output is None else "--output"
-        raise click.UsageError(f"{flag} is for one run, and this job has {len(jobs)} variants")
+        raise click.UsageError(
+            f"{flag} is for one run, but this job has {len(jobs)} variants: leave {flag} out"
+        )
     of = ("rollout",) if dry_run else ("",)
     settings = (*overrides, *(f"{key}={value}" for key, value in given.items()))
     vouch = {"of": of, "trust": trust, "fresh": how["fresh"], "overrides": settings}
@@ -198,7 +200,7 @@ def run(
 def _jobs_to_run(
     job: Path | None, overrides: Texts, given: dict[str, Any], vary: Texts, shard: str | None
 ) -> tuple[list[JobConfig], bool]:
-    """Return the jobs of ``batchkit run``, and whether they are variants: without variants, there is one."""
+    """Return the jobs of ``batchkit run``, and whether they are variants. Without variants, the list has one job."""
     from batchkit.commands.one_line import one_line_job
     from batchkit.config.loading import check_not_moved, load_job
     from batchkit.config.shard import asked_for
@@ -211,7 +213,7 @@ def _jobs_to_run(
         if jobs := load_variants(job, loaded.folder, overrides, given, vary):
             return jobs, True
     elif vary:
-        raise click.UsageError("--vary changes keys of a job file: give one")
+        raise click.UsageError("--vary changes keys of a job file: give a job file")
     elif "input.path" in given and has_engine:
         loaded = one_line_job(given, overrides)
     else:
@@ -257,7 +259,7 @@ def init(kind: str | None, file: Path | None, as_list: bool, schema: bool) -> Re
     """Write a commented job file to start from.
 
     KIND is text, images, pdf, json, embed, classify, rerank, openai, judge or steps. Without KIND, `init` prints what
-    each is for. The default of FILE is KIND.toml.
+    each kind is for. The default of FILE is KIND.toml.
     """
     from batchkit.commands.init import Schema, kinds
     from batchkit.commands.init import init as write
@@ -529,7 +531,7 @@ def merge(runs: Texts, into: str, partial: bool) -> Result:
 
     found = join([find(run) for run in runs], folder_of(into), partial=partial)
     if found.folder is None:
-        say("rows are missing: run them, or merge the others with --partial")
+        say("rows are missing: run them, or merge without them (--partial)")
     return found
 
 
@@ -651,12 +653,12 @@ for command in (status, show_rows, view, serve, plan, tune, find_bs):
 
 
 def _run_and_files(targets: Texts, named: dict[str, str]) -> tuple[str | None, list[str]]:
-    """Return the run and the files in ``targets``. The run may also be the PATH that click took for the one of a format
-    in ``named``, as in ``export --parquet RUN``."""
+    """Return the run and the files in ``targets``. In ``export --parquet RUN``, click takes RUN as the PATH of
+    ``--parquet``; such a path in ``named`` is returned as the run."""
     from batchkit.config.export_target import SUFFIXES
 
     first, *rest = targets or ("",)
-    is_log = Path(first).name == "results.jsonl"  # `find` refuses it
+    is_log = Path(first).name == "results.jsonl"  # returned as the run, which `find` then refuses
     if first and "://" not in first and (is_log or Path(first).suffix.lower() not in SUFFIXES):
         return first, rest
     for name, path in named.items():

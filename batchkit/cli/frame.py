@@ -64,7 +64,7 @@ class Cli(click.Group):
         except BatchkitError as error:
             echo(f"batchkit: error: {error}", err=True)
             ctx.exit(error.exit_code)
-        except click.UsageError as error:  # it quotes the command line
+        except click.UsageError as error:  # the message quotes the command line
             message = error.format_message()
             if (shown := plain(masked_text(_in_our_words(error)))) == message:
                 raise

@@ -92,7 +92,7 @@ COUNT = click.IntRange(1)
 CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
 FILE = click.Path(path_type=Path)
 JOB = click.argument("job", type=FILE)
-RUN = click.argument("run", required=False, type=click.Path())  # so that a shell completes it
+RUN = click.argument("run", required=False, type=click.Path())  # the shell completes a Path
 SET = setting(
     "--set",
     "overrides",
@@ -174,7 +174,7 @@ def load(
     of: tuple[str, ...] = ("rollout", "engine"),
     trust: bool = False,
 ) -> JobConfig:
-    """Return the job in a file. First print the side effects that it asks for: code to execute or import, and addresses to
+    """Return the job in a file. First print the side effects of the job: code to execute or import, and addresses to
     send to.
 
     ``of``: consider only side effects whose key starts with one of these prefixes.

@@ -78,7 +78,9 @@ def serve(
 
     if new_key is not None:
         if where["key_file"] is None:
-            raise click.UsageError("--new-key needs --api-key-file FILE, which it is added to")
+            raise click.UsageError(
+                "--new-key needs --api-key-file FILE, the file to which the key is added"
+            )
         echo(make_key(where["key_file"], new_key))
         return
     if check:

@@ -52,8 +52,8 @@ def plan(
 ) -> Result:
     """Forecast tokens, time, GPU hours and price of JOB.
 
-    Answers a random sample of rows with JOB's engine and settings. The run keeps these answers, and compares itself
-    with the forecast at its end. Each figure has a 90 % interval.
+    Answers a random sample of rows with JOB's engine and settings. The run keeps these answers, and at its end prints a
+    comparison with the forecast. Each figure has a 90 % interval.
     """
     from batchkit.commands.plan import plan as forecast
 

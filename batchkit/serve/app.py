@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def make_app(settings: Settings, store: Store) -> ASGIApp:
-    """Return the ASGI application: the API, and the pages of ``batchkit view`` with the runs of the request's API key.
-    Every error response has OpenAI's format."""
+    """Return the ASGI application: the API, and the pages of ``batchkit view``, which show only the runs of the
+    request's API key. Every error response has OpenAI's format."""
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
     from starlette.exceptions import HTTPException

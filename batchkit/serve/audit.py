@@ -50,7 +50,7 @@ def audit(folder: Path) -> Audit:
     database = folder / "serve.db"
     if not database.is_file():
         raise JobError(
-            f"{folder}: is not the folder of a server, because it has no serve.db; give it with --folder"
+            f"{folder}: is not the folder of a server, because it has no serve.db; give the server's folder with --folder"
         )
     with closing(Store(database)) as store:
         files = [one.doc for kind in KINDS_OF_FILES for one in store.all(kind)]

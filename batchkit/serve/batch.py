@@ -98,8 +98,8 @@ def added_batch(asked: NewBatch, owner: str, settings: Settings, store: Store) -
     with store.lock:
         if (n_open := len(store.all("batch", *UNFINISHED, owner=owner))) >= most:
             text = (
-                f"{n_open} of your batches have not ended, and your key may have {most} open batches; wait for one or"
-                " cancel one"
+                f"{n_open} of your batches have not ended, and your key allows {most} open batches; wait until one"
+                " ends, or cancel one"
             )
             raise ApiProblem(429, text, code="batch_limit_exceeded")
         store.add("batch", owner, batch)
@@ -133,8 +133,8 @@ def _made(asked: NewBatch, now: int) -> Object:
 
 
 def moved(batch: Object, status: Status, now: float, **more: Any) -> Object | None:
-    """Return a copy of the batch in the new state ``status`` since ``now``; None if its current state does not allow
-    this.
+    """Return a copy of the batch that has the state ``status`` since ``now``; None if its current state does not allow
+    the change.
 
     ``more``: further fields to change.
     """

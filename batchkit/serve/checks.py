@@ -25,7 +25,7 @@ _ARRAY = (
 class CheckedBatch(NamedTuple):
     """The result of checking an input file.
 
-    - ``rows``: its number of requests.
+    - ``rows``: number of requests in the file.
     - ``problems``: at most 100 problems, with line numbers.
     - ``model``: the model that all lines name.
     """
@@ -115,8 +115,8 @@ def _problems_in_body(
 ) -> Iterator[Object]:
     """Yield the problems of a request's body.
 
-    ``asked``: a list with the model of the first valid line, which this function appends. Later lines must name the
-    same.
+    ``asked``: a list for the model of the first valid line. This function adds the model; later lines must name the
+    same one.
     """
     if not isinstance(body, dict):
         yield problem(

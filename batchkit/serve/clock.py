@@ -1,6 +1,6 @@
-"""The server's clock. It reads the machine's time once at the start, and from then on only counts seconds.
+"""The server's clock. It reads the machine's time once at the start, and then only adds the seconds since the start.
 
-If somebody set the machine's clock forward and back, a server that used it would expire all batches and files.
+A server that used the machine's clock would expire all batches and files if someone set that clock forward.
 """
 
 from __future__ import annotations

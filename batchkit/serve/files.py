@@ -1,6 +1,6 @@
 """The stored contents of uploaded and generated files.
 
-A content is complete and synced to disk before the database refers to it.
+The content of a file is complete and synced to disk before the database refers to it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def take_in(incoming: Path, settings: Settings, kind: str) -> Path:
 
 
 def link(path: Path, purpose: str, folder: Path) -> None:
-    """Link a stored content into ``folder``, if its ``purpose`` allows it. Request lines may open files there by id."""
+    """Link a stored file into ``folder`` if its ``purpose`` is one for request lines. Request lines may open the files
+    in ``folder`` by id."""
     if purpose in _FOR_LINES:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / path.name).hardlink_to(path)

@@ -33,7 +33,8 @@ _WHY = {
 
 
 class Finished(NamedTuple):
-    """The result of a batch: its final ``status``, further changed fields (``more``), and the objects of its files."""
+    """The result of a batch: its final ``status``, further changed fields (``more``), and the file objects of its
+    output and error file."""
 
     status: Status
     more: Object

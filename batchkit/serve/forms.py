@@ -27,7 +27,7 @@ def described(file: str, **fields: Any) -> dict[str, Any]:
 
 
 class Form:
-    """A received form. ``path``: the temporary file with its uploaded file; None if the form had no file."""
+    """A received form. ``path``: the temporary file with the uploaded content; None if the form had no file."""
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}
@@ -35,8 +35,8 @@ class Form:
         self.filename = ""
 
     def file(self, name: str) -> Path:
-        """Return the path of the form's uploaded file. Raise ApiProblem if there is none. ``name``: the field, for the
-        error."""
+        """Return the path of the form's uploaded file. Raise ApiProblem if there is none. ``name``: the field that the
+        error names."""
         if self.path is None:
             raise ApiProblem(
                 400, f"{name}: the form has no file; send one in this field", param=name

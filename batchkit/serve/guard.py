@@ -69,7 +69,7 @@ class Guard:
         if kind.lower() == "basic" and is_page(path):
             key = _password(
                 key
-            )  # a browser would also send it with a form of another site, so only pages accept it
+            )  # browsers send it also with forms of other sites, so only the pages accept this kind
         elif kind.lower() != "bearer":
             key = ""
         if not key:

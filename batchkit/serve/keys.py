@@ -34,8 +34,8 @@ class Key(NamedTuple):
 
 
 def new_key(path: Path, name: str) -> str:
-    """Make a key of 256 random bits, add its hash to the file, and return the key. It can't be read from the file
-    later.
+    """Make a key of 256 random bits, add its hash to the file, and return the key. The file does not contain the key
+    itself, so it can't be shown again.
 
     Raises:
         JobError: The name is taken or invalid, or the file can't be read or written.

@@ -26,7 +26,7 @@ from batchkit.serve.webhooks import ended_event
 _TICK_S = 0.5  # poll interval for deadlines; changes of a batch wake the thread immediately
 _EXPIRY_S = 60.0
 _AGAIN_S = 10.0
-DRAIN_S = 25.0  # less than the 30 s that Kubernetes waits before it kills
+DRAIN_S = 25.0  # less than the 30 s after which Kubernetes kills a process
 
 
 class Lifecycle:
@@ -37,7 +37,7 @@ class Lifecycle:
 
     def __init__(self, settings: Settings, store: Store, say: Say) -> None:
         self._settings, self._store, self._say = settings, store, say
-        holders = Holders()  # shared: the runs of all places are in this process
+        holders = Holders()  # shared by all runners, because all runs are in this process
         self._runners = [
             Runner(settings, store, say, place, holders) for place in places_of(settings, say)
         ]

@@ -15,8 +15,8 @@ from batchkit.serve.settings import ServedModel, Settings
 class ModelPlace:
     """A slot for one loaded model. If it has several ``models``, they take turns in it.
 
-    - ``name``: part of the name of the engine's log; "" for the first place.
-    - ``elsewhere``: names of the models in other places.
+    - ``name``: part of the name of the engine's log; "" for the first slot.
+    - ``elsewhere``: names of the models in other slots.
     - ``environment``: variables for the engine's processes, for example its GPUs.
     """
 
@@ -32,7 +32,7 @@ class ModelPlace:
     def is_for(self, name: str) -> bool:
         """Return True if batches of the model called ``name`` run in this place.
 
-        The first place also has the batches of models that the server no longer offers.
+        The first place also runs the batches of models that the server no longer offers.
         """
         is_here = any(name == model.name for model in self.models)
         return is_here or (not self.name and name not in self.elsewhere)
@@ -41,9 +41,9 @@ class ModelPlace:
 def places_of(settings: Settings, say: Say) -> list[ModelPlace]:
     """Assign the server's models to places.
 
-    Each model on a remote server has its own place. So has each local model, if the GPUs have room for all of them;
-    these are the visible GPUs, or ``workers.gpus`` if all jobs set it (0 means no GPU). Otherwise all local models
-    share one place.
+    Each model on a remote server gets a separate place. Local models get separate places if all of them fit on the GPUs
+    at the same time; otherwise they share one place. The number of GPUs is ``workers.gpus`` if all jobs set it (0 means
+    no GPU), otherwise the number of visible GPUs.
     """
     models = {model.name: model for model in settings.models.values()}
     here = {name: model for name, model in models.items() if is_loaded_here(model.job.engine)}

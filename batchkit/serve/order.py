@@ -3,8 +3,8 @@
 Among batches of equal rank, all keys get equal shares of the engine (``execution/shared_engines.py``). Among the
 batches of one key, the one with the fewest rows left runs first, so a short batch never waits for a long one.
 
-If a place has several models, one is loaded at a time. It is replaced when no batch needs it, or when a batch of a
-better rank needs another model.
+If several models share one place (``model_places.py``), one of them is loaded at a time. The loaded model is replaced
+when no batch needs it, or when a batch of a better rank needs another model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _HALF_S = 60.0  # half-life of the measured rate
 class BatchTurn(NamedTuple):
     """A batch that should run now.
 
-    ``rank``: its negative priority, then 0 if its deadline is close and 1 otherwise. The lowest rank runs first.
+    ``rank``: the negative priority of the batch, then 0 if its deadline is close, otherwise 1. The lowest rank runs
+    first.
     """
 
     rank: tuple[int, int]
@@ -74,8 +75,8 @@ class Order:
         return found
 
     def _of_one_model(self, turns: list[BatchTurn]) -> list[BatchTurn]:
-        """Return the batches of the loaded model. If another model has a batch of a better rank, switch to this model
-        before."""
+        """Return the batches of the loaded model. If a batch of a better rank needs another model, first switch to that
+        model."""
         if turns:
             first = min(turns, key=_place)
             ranks = (turn.rank for turn in turns if turn.stored.doc["model"] == self._model)

@@ -1,4 +1,4 @@
-"""The runner of one place's batches: it runs them at the same time, on one engine that stays loaded.
+"""Running of the batches of one place (``model_places.py``), at the same time, on one engine that stays loaded.
 
 The engine takes requests by the rank of their batch (``execution/shared_engines.py``). A batch of lower rank may be
 stopped like an interrupted run: its running requests finish, and it is resumed later. After the engine process has
@@ -83,7 +83,7 @@ class Runner:
                 running.stop.ask(signal.SIGTERM, drain_s=drain_s)
 
     def look(self) -> None:
-        """Compare the running batches with those that should run now: start the missing ones, and stop the others."""
+        """Start the batches that should run now, and stop running batches that should not."""
         with self._lock:
             self._note_rate()
             wanted = {} if self._closing.is_set() else self._wanted()

@@ -44,7 +44,7 @@ def by_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
     for model in models:
         if taken := found.keys() & model.names:
             raise JobError(
-                f"two models have the name {min(taken)}, but request lines must name one of them; rename one in its job"
+                f"two models have the name {min(taken)}, so request lines can't select one of them; rename one in its job file"
             )
         found |= dict.fromkeys(model.names, model)
     return found
@@ -55,9 +55,9 @@ class Settings:
     """The settings of ``batchkit serve``.
 
     - ``models``: each model under all of its names.
-    - ``keys``: the keys in ``key_file``; None if the server needs no keys.
+    - ``keys``: the keys in ``key_file``, by hash; None if the server needs no keys.
     - ``webhook``: URL that receives an event for each ended batch.
-    - ``retention_days``: time that files and runs are kept; 0 means forever.
+    - ``retention_days``: number of days that files and runs are kept; 0 means forever.
     """
 
     models: Mapping[str, ServedModel]

@@ -64,8 +64,8 @@ def signed(event: Object, body: bytes, key: bytes, now: float) -> dict[str, str]
 class Webhooks:
     """A thread that sends the events in the database to ``url``.
 
-    An event is removed when the receiver has accepted it, or after the last of several retries. It may be sent twice.
-    After a restart, the server continues with unsent events.
+    An event is removed when the receiver has accepted it, or after the last of several retries. The same event may be
+    sent twice. After a restart, the server continues with unsent events.
 
     Raises:
         JobError: The URL or the secret can't be used.
