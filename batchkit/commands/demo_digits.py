@@ -1,6 +1,6 @@
 """Recordings of digits for the demo speech model: each digit is a pair of telephone tones.
 
-The same seed gives the same recording. Tests use other seeds than the model's training.
+The same seed gives the same recording. Tests use other seeds than the training of the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAMPLE_RATE = 16_000
 _LOW = {"1": 697, "2": 697, "3": 697, "4": 770, "5": 770, "6": 770, "7": 852, "8": 852, "9": 852}
 _HIGH = {"1": 1209, "4": 1209, "7": 1209, "2": 1336, "5": 1336, "8": 1336, "0": 1336}
 _FADE_S = 0.01
-_LONG_PAUSE = 0.1  # the share of pauses that are long
+_LONG_PAUSE = 0.1  # fraction of the pauses that are long
 
 
 class Heard(NamedTuple):

@@ -27,7 +27,7 @@ PACKAGES = ("torch", "transformers", "safetensors", "tokenizers")  # transformer
 FILES = files("batchkit") / "random_model"
 
 HIDDEN, VISION_HIDDEN = 64, 16
-ATTENTION_STD = 5.0  # of the scores before their softmax
+ATTENTION_STD = 5.0  # standard deviation of the attention scores before the softmax
 LOGIT_STD = 4.0
 
 # The tokenizer is trained on this text, and its words are what the model says.
@@ -61,7 +61,7 @@ def build_demo_model(path: Path, *, text_only: bool = False) -> None:
     try:
         _refuse_foreign(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the target, so that the move into place stays on one file system.
+        # In the same folder as the target, so that the final rename stays on one file system.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as scratch:
             new, old = Path(scratch, "new"), Path(scratch, "old")
             new.mkdir()
@@ -98,13 +98,14 @@ def _write_files(folder: Path, text_only: bool) -> None:
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
     weights = _weights(config, json.loads(texts["tokenizer.json"]))
-    # Not save_file or save_pretrained: a full disk must raise OSError, and other users must be able to read the file.
+    # save_file and save_pretrained are not used: a full disk must raise OSError, and other users must be able to read
+    # the file.
     (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
 
 
 # Attention must be sharp to distinguish prompts: flat attention averages them all alike.
 SHARP = math.sqrt(ATTENTION_STD)
-# By a pattern in a matrix's name: the standard deviation of its outputs, if not 1.
+# The standard deviation of a matrix's outputs, by a pattern in the matrix's name. It is 1 for all other matrices.
 GAINS = {
     "embed_tokens": math.sqrt(HIDDEN),
     "lm_head": LOGIT_STD,
@@ -154,9 +155,9 @@ def _distribution(name: str, tensor: Tensor) -> tuple[float, float]:
 
 
 def _word_gains(tokenizer: Mapping[str, Any], vocab_size: int) -> list[float]:
-    """Return the factor for each token's output weights. It decides which tokens the model says: mostly words. Other
-    ASCII tokens get a smaller factor, because a grammar may allow nothing else. Special tokens and single bytes of
-    longer characters get 0, so that no answer is empty or undecodable."""
+    """Return the factor for each token's output weights. The factors decide which tokens the model says: mostly words.
+    Other ASCII tokens get a smaller factor, because a grammar may allow nothing else. Special tokens and single bytes
+    of longer characters get 0, so that no answer is empty or undecodable."""
     gains = [0.0] * vocab_size
     words = {f"Ġ{word}" for word in re.findall("[a-z]+", SAMPLE_TEXT)} | {",", "."}
     for token, number in tokenizer["model"]["vocab"].items():

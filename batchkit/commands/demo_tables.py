@@ -1,7 +1,8 @@
 """Pictures of tables for the demo model, with questions and answers.
 
-All words and numbers are generated. The model was trained on other tables than the ones for tests and users, which
-combine rows and columns that training never combines, and all their numbers and some of their sizes are new.
+All words and numbers are generated. The model was not trained on the tables for tests and users. These tables combine
+names of rows and columns that training never combines. None of their numbers and only some of their sizes occur in
+training.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SIZES = [(rows, columns) for columns in (1, 2, 3, 4) for rows in range(1, 9)]
 TEST_SIZES = [(4, 3), (6, 2), (7, 4)]  # rows and columns; training has all other sizes
 CELL_WIDTH, CELL_HEIGHT = 64, 32
 FONT_SIZES = (12, 14, 16)
-SHADES = (200, 220, 240)  # of the headers
+SHADES = (200, 220, 240)  # gray values of the header cells
 
 
 # Kinds of the questions that users get, and the number of rows that they need.
@@ -64,10 +65,11 @@ class DrawnTable:
 
 
 class Cells(NamedTuple):
-    """The cells of the picture that a question is about, as positions: line by line, from 0 for the top left cell."""
+    """The cells of the picture that a question is about. They are counted line by line, from 0 for the top left
+    cell."""
 
-    named: int | None = None  # the cell of the column and of the row that is named last
-    other: int | None = None  # the cell of the row that is named before it, in a comparison
+    named: int | None = None  # the cell in the named column and in the row that is named last
+    other: int | None = None  # in a comparison, the cell in the row that is named first
     best: int | None = None  # the largest or smallest cell
 
 

@@ -32,7 +32,7 @@ def write_forecast(folder: Path, forecast: Mapping[str, Any]) -> None:
 
 def hash_of_job(job: JobConfig) -> str:
     """Return a hash of all settings that a forecast depends on: rows, prompts, engine and speed. Prices don't change
-    it."""
+    the hash."""
     tables = job.model_dump(mode="json", exclude={"name", "run", "budget", "output", "scoring"})
     run = job.run.model_dump(include={"sample", "seed", "max_in_flight"})
     return hash_of([masked(tables), run])

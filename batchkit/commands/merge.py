@@ -221,8 +221,8 @@ def _allow_open_files(count: int) -> None:
 
 
 def _check_same_job(parts: Sequence[_MergedRun]) -> None:
-    """Raise ChangedError if the runs have different jobs or inputs. As when a run is resumed, but shards and limits may
-    differ."""
+    """Raise ChangedError if the runs have different jobs or inputs. The settings that are compared when a run is
+    resumed must be equal, except shards and limits."""
     first, known = parts[0], _identity_without_shard(parts[0].manifest)
     if first.job.input.path is None and not first.manifest.input:
         raise JobError(
@@ -233,7 +233,7 @@ def _check_same_job(parts: Sequence[_MergedRun]) -> None:
     for part in parts:  # include the first run: its settings may have changed while it ran
         answers = _identity_without_shard(part.manifest)
         changes = differences(known, answers)
-        known = continued(known, answers)  # a part without rows did not resolve all values
+        known = continued(known, answers)  # a run without rows may not have determined all values
         changes += input_changes(first.manifest.input, part.manifest.input)
         if changes:
             changed.append("\n".join([f"{part.folder}:", *(f"  {change}" for change in changes)]))
@@ -247,8 +247,8 @@ def _check_same_job(parts: Sequence[_MergedRun]) -> None:
 
 def _check_same_vectors(parts: Sequence[_MergedRun]) -> None:
     """Raise ChangedError if the vectors of two runs differ in number format or length. Then their models differ
-    although their names are equal; on a server, a name may come to mean another model. A run whose job requests vectors
-    of several lengths is not checked."""
+    although their names are equal; on a server, the same name may later stand for another model. A run whose job
+    requests vectors of several lengths is not checked."""
     found = [(part.folder, kind) for part in parts if (kind := vector_type(part.folder, part.job))]
     uniform = [(folder, kind) for folder, kind in found if kind.dimensions is not None]
     for folder, kind in uniform:
@@ -320,7 +320,7 @@ def _records(parts: Sequence[_MergedRun], merged: Merged) -> Iterator[RecordLine
             yield raw_line(newest.raw)
         else:
             vector = vectors[newest.part.folder].of(newest.record)
-            del newest.record["embedding"]  # the vector gets another position here
+            del newest.record["embedding"]  # the vector gets another position in the merged run
             yield rewritten(newest.record, vector)
 
 

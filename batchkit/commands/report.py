@@ -38,8 +38,8 @@ MAX_FAILED = 5_000
 _SEED = 0
 _MAX_TEXT_BYTES = 14 * 2**20  # of all rows together; with more rows, each text is shorter
 _LEAST_CHARACTERS, _MOST_CHARACTERS = 500, 40_000  # of each text
-_FIELD_SHARE = 8  # a field gets this fraction of an answer's space
-_MOST_GENERATIONS = 20  # of a row answered by a function
+_FIELD_SHARE = 8  # an answer may have this many times the characters of a field
+_MOST_GENERATIONS = 20  # maximum number shown for a row of [rollout]
 # Keys of a record that are stored next to it, or are too large.
 _LEFT_OUT = ("fields", "prompt", "steps", "logprobs")
 

@@ -84,7 +84,7 @@ def retry_failed(
     if given is not None and (changes := differences(then, identity(given, constant_files(given)))):
         say(
             f"{job_file} has changed since the run began: {'; '.join(changes)}. The retry ignores the change. To use"
-            f" it, give it with --set, or start `batchkit run {job_file} --on-change requeue`"
+            f" the new value, give it with --set, or start `batchkit run {job_file} --on-change requeue`"
         )
     begun = job_of_run(folder)
     job = job_of_run(folder, overrides)
@@ -109,7 +109,7 @@ def retry_failed(
 
 class Due(NamedTuple):
     """The rows to retry. ``attempts``: number of the last attempt, by row index. ``quarantined``: rows that killed an
-    engine and must run alone."""
+    engine and must run alone. ``by_kind``: number of rows by kind of failure."""
 
     attempts: dict[int, int]
     quarantined: set[int]
@@ -117,7 +117,10 @@ class Due(NamedTuple):
 
 
 def due_rows(folder: Path, kinds: Sequence[str] = (), before: str | None = None) -> Due:
-    """Return the rows whose newest record is a failure: of these ``kinds``, and finished ``before`` this time."""
+    """Return the rows whose newest record is a failure.
+
+    ``kinds``: only these kinds of failure; empty means all. ``before``: only records that finished before this time.
+    """
     due = Due({}, set(), Counter())
     for record in read_newest(folder / RESULTS):
         kind = failure_kind(record)

@@ -36,8 +36,10 @@ def run_job(
 ) -> Outcome:
     """Run ``job`` or resume it. SIGINT and SIGTERM stop it cleanly.
 
-    Uses an idle engine in ``kept`` if it matches, and returns it there. ``say`` receives messages about scoring, exports and the forecast. When every row has a record, the run is
-    scored, and exported to ``output`` and as ``output.export`` specifies.
+    When every row has a record, the run is scored, and exported to ``output`` and as ``output.export`` specifies.
+
+    - ``kept``: loaded engines. A matching idle engine is used, and put back at the end.
+    - ``say``: receives messages about scoring, exports and the forecast.
 
     Raises:
         BatchkitError: The run could not begin. Later errors are in the outcome; its ``exit_code`` tells whether the
@@ -65,8 +67,7 @@ def started(
     kept: Engines | None = None,
 ) -> Outcome:
     """Run ``job`` with ``options``. When all rows have finished, score them with the job ``scored_as``, and write
-    ``exports``. The command ``run.on_end`` gets the result. Raises the same exceptions as
-    ``run_job``."""
+    ``exports``. The command ``run.on_end`` gets the result. Raises the same exceptions as ``run_job``."""
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
             outcome = start_run(job, options=options, kept=kept, stop=stop)
@@ -99,7 +100,7 @@ def planned(
 ) -> list[Target]:
     """Return the exports of a run. Raise JobError before the run begins if one is impossible."""
     targets = [target_of(text) for text in dict.fromkeys(job.output.export)]
-    if job.is_trial:  # its answers do not come from a model
+    if job.is_trial:  # the answers of a trial do not come from a model
         targets = [target for target in targets if not target.is_remote]
     if output is not None:
         targets.append(output_target(output, job))

@@ -22,7 +22,7 @@ from batchkit.storage.lines import answers_in_words, call_in_words, choice_in_wo
 from batchkit.storage.newest_lines import Generations
 from batchkit.storage.score_store import read_scored
 
-_MOST_THOUGHT = 300
+_MOST_THOUGHT = 300  # characters of the reasoning
 _MOST_SHOWN = 4_000  # characters of a prompt or an answer; --json prints all of it
 
 
@@ -125,7 +125,7 @@ def _reasoning_line(answer: Mapping[str, Any]) -> Iterator[str]:
 
 
 class ShownRows(NamedTuple):
-    """The rows to print. ``problem``: why prompts can't be rendered again; None if all can."""
+    """The rows to print. ``problem``: why some prompts can't be rendered again; None if all could be."""
 
     rows: Sequence[ShownRow]
     problem: str | None

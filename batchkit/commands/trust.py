@@ -1,7 +1,7 @@
 """Protection against jobs of other people. batchkit prints what a job executes, imports or sends.
 
-A run folder may come from anyone. If its ``job.toml`` would execute or import code or send a key, this is allowed
-only if the user's own job file or the command line sets the same, or with ``--trust``.
+A run folder may come from anyone. If its ``job.toml`` would execute or import code or send a key, this is allowed only
+if the user's own job file or the command line sets the same value, or with ``--trust``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def vouched(
     """Return ``job`` if its side effects are allowed, after ``say`` has received a line for each of them.
 
     - ``of``: consider only side effects whose key starts with one of these prefixes.
-    - ``trust``: allow all of them.
+    - ``trust``: allow all side effects.
     - ``fresh``: a new run begins, so no earlier host is known.
     - ``named``: for the job of a run folder, the user's job file; by default the one in the manifest. Keys of
-      ``OPTIONAL`` that it does not set are left out.
+      ``OPTIONAL`` that this file does not set are left out.
     - ``overrides``: the settings of the command line.
 
     Raises:

@@ -84,7 +84,7 @@ class Validation:
 def validate(job: JobConfig, rows: int | None = None) -> Validation:
     """Render the first ``rows`` rows (None means all) and check template, media, length and parameters.
 
-    Repeated ids give a hint, because rows with the same id are all answered. Writes nothing.
+    Repeated ids give only a hint, because rows with the same id are all answered. Writes nothing.
 
     Raises:
         JobError: The job itself is invalid.
@@ -233,8 +233,8 @@ def not_checked(job: JobConfig) -> Iterator[str]:
 
 
 def _opened_preflights(job: JobConfig) -> dict[str, Preflight]:
-    """Check each step's parameters, and return its preflight, which renders and measures prompts. The keys are step
-    names; "" for a job without steps.
+    """Check each step's parameters. Return the preflight of each step, which renders and measures prompts, by step name
+    ("" for a job without steps).
 
     Raises:
         JobError: The parameters are invalid, or the job's function can't be found.

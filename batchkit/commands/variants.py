@@ -28,8 +28,8 @@ def run_variants(
     """Run or resume each of ``jobs``, compare all of them with the first one, and return the exit code.
 
     The engine stays loaded between variants with the same ``[engine]``; these run one after the other. ``ended`` is
-    called with the outcome of each variant. An interrupted variant ends the command with its exit code; the same command
-    then continues with that variant. The exit code is 3 if a variant has failed rows.
+    called with the outcome of each variant. An interrupted variant ends the command with the variant's exit code; the
+    same command then continues with that variant. The exit code is 3 if a variant has failed rows.
 
     Raises:
         BatchkitError: A variant could not begin, or ``ended`` raises the error that stopped it.

@@ -142,4 +142,4 @@ def test_batch_sizes_are_measured_with_all_steps_of_one_engine() -> None:
     write_job(steps=two, engines={"small": {"kind": "dry-run"}})
     ended = batchkit("find-bs", "job.toml")
     assert ended.exit_code == 2
-    assert "[engines]: one engine is measured" in ended.stderr
+    assert "[engines]: only one engine can be measured" in ended.stderr

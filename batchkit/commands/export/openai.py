@@ -38,8 +38,8 @@ _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 
 class BatchResponse(NamedTuple):
-    """The part of a response body that depends on the task. ``kind`` is the prefix of the body's id, for example
-    ``chatcmpl``."""
+    """The part of a response body that depends on the task. ``kind``: the prefix of the body's id, for example
+    ``chatcmpl``. ``parts``: the other fields that depend on the task."""
 
     kind: str
     parts: Mapping[str, Any]
@@ -158,7 +158,7 @@ def _text(record: Mapping[str, Any]) -> BatchResponse:
 
 
 def _choices_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return all choices of a record; only the selected one if ``[select]`` selected one."""
+    """Return the choices of a record: all of them, or only the one that ``[select]`` selected."""
     kept, selected = record.get("choices") or [record], record.get("selected")
     return [kept[selected]] if selected is not None and len(kept) > 1 else kept
 

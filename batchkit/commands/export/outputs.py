@@ -31,8 +31,8 @@ _OWN_FILES = (RESULTS, STEPS, CHECKPOINT, MANIFEST, JOB, LOG, SCORES, METRICS, L
 class Export(NamedTuple):
     """An export format.
 
-    ``write``: it gets the run folder and the path, and returns the number of rows in each file that it wrote.
-    ``name``: the default path in the run folder, without a suffix for a folder; "" means ``results.FORMAT``.
+    ``write``: a function that gets the run folder and the path, and returns the number of rows in each file that it
+    wrote. ``name``: the default path in the run folder, without a suffix for a folder; "" means ``results.FORMAT``.
     ``says``: ``write`` also gets two functions that print a line; the second one is for missing columns of the input.
     """
 
@@ -42,7 +42,8 @@ class Export(NamedTuple):
 
 
 def export_of(name: str) -> Export:
-    """Return the export format ``name``. The format of another package may be only a function."""
+    """Return the export format ``name``. If another package registered only a function, return an ``Export`` with this
+    function."""
     found = EXPORTS.load(name)
     return found if isinstance(found, Export) else Export(found)
 
@@ -51,7 +52,7 @@ def output_target(text: str, job: JobConfig) -> Target:
     """Return the target of ``run --output``. For an OpenAI batch file as input, ``.jsonl`` means OpenAI's format.
 
     Raises:
-        JobError: The target can't be written when ``job`` has run.
+        JobError: The export can't be written to this target.
     """
     if job.input.shard is not None:
         raise JobError(
@@ -76,7 +77,7 @@ def _check_writable(path: Path, inputs: Sequence[str]) -> None:
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise JobError(
-            f"--output {path}: {folder} is not a folder, or can't be written to; choose another"
+            f"--output {path}: {folder} is not a folder, or can't be written to; choose another folder"
         )
     if path.exists() and any(Path(file).exists() and path.samefile(file) for file in inputs):
         raise JobError(f"--output {path}: is the input; write to another file")

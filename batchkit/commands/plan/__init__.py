@@ -22,7 +22,7 @@ from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.types import Usage, utc_now
 
-_SHARE = 6  # a forecast that takes more than one sixth of the run prints a note
+_SHARE = 6  # `plan` prints a note if the sample is more than one sixth of the rows that are left
 SAMPLED = 64  # default number of rows, at most a quarter of the remaining rows
 _HOUR_S = 3600.0
 
@@ -33,9 +33,10 @@ class Plan(NamedTuple):
     - ``left``: number of rows without a record.
     - tokens, ``gpu_hours`` and ``price``: for the whole run, including finished rows. ``price`` is None if the job sets
       no price. ``gpu_hours`` is None without a local GPU, or if it is unknown which GPUs will answer.
-    - ``seconds``: time of the next start, without ``load_seconds`` for loading the engine.
-    - ``run``: when the run folder was created. ``starts``: how many starts the run had when this forecast was made.
-    - ``of``: a hash of the job, which shows whether the forecast is for it.
+    - ``seconds``: how long the next start will take, in seconds, without ``load_seconds``, the time to load the engine.
+    - ``run``: the creation time of the run folder; "" if the run has no starts.
+    - ``starts``: how many starts the run had when this forecast was made.
+    - ``of``: a hash of the job. If a job has another hash, the forecast is not for that job.
     """
 
     figures: Mapping[str, Any]
@@ -108,7 +109,7 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
 def _sampled_indexes(lengths: Lengths, rows: int | None, seed: int) -> list[int]:
     """Return the indexes of the sampled rows, in random order.
 
-    ``rows``: their number. None means 64, but at most a quarter of the rows without a record.
+    ``rows``: number of rows to sample. None means 64, but at most a quarter of the rows without a record.
     """
     n_rows = rows or min(SAMPLED, max(2, lengths.left // 4))
     chosen: list[int] = np.random.default_rng(seed).permutation(lengths.indexes)[:n_rows].tolist()

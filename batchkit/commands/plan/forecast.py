@@ -34,7 +34,7 @@ from batchkit.commands.plan.throughput import (
 REPLICATES = 400
 _UNEQUAL = 1.5  # factor by which the weights are more unequal than the Bayesian bootstrap's
 _TAIL_SHARE = 0.7  # share of replicates with answers longer than the sample's
-_OF_TAIL = 16  # number of longest answers that estimate the tail, at most a quarter of all
+_OF_TAIL = 16  # the tail is estimated from this many longest answers, at most a quarter of all
 _UNBOUNDED = 10.0  # limit as a multiple of the longest answer, if max_tokens is not set
 _LEAST_SHAPE, _TINY = 0.2, 1e-12
 _QUANTILES = (np.arange(64) + 0.5) / 64
@@ -43,7 +43,7 @@ _QUANTILES = (np.arange(64) + 0.5) / 64
 class Tail(NamedTuple):
     """The assumption that some rows have answers longer than any in the sample, with Pareto distributed lengths.
 
-    - ``share``: their share of all rows.
+    - ``share``: the fraction of all rows that have such answers.
     - ``heaviness``: 1/α of the distribution. Lengths range from ``longest`` to ``most``.
     """
 
@@ -53,7 +53,7 @@ class Tail(NamedTuple):
     most: float
 
     def at(self, uniform: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the lengths at these quantiles, given from the longest (0) to the shortest (1)."""
+        """Return the lengths at the quantiles ``uniform``, where 0 is the longest and 1 the shortest length."""
         lengths: NDArray[np.float64] = np.minimum(
             self.most, self.longest * uniform**-self.heaviness
         )
@@ -123,13 +123,11 @@ def _tail_index(lengths: NDArray[np.float64], weights: NDArray[np.float64]) -> f
 
 _DRAWN = 4096  # minimum number of rows drawn; further rows use the steps of a full engine
 _LEAST_SPREAD = 0.04  # relative variation of run time from one run to the next
-_LEAST_OF_BATCHES = (
-    0.25  # the same if the model is fitted to whole waves, because there are only two
-)
+_LEAST_OF_BATCHES = 0.25  # the same if an engine answers in batches, because the model is then fitted to two waves only
 _MOST_SPREAD = 0.5
 _LEAST_S = 0.001
 _LEAST_START_S = 0.3
-_PER_DOUBLING = 0.05  # added for each doubling of the job's batch over the largest sampled batch
+_PER_DOUBLING = 0.05  # for each doubling from the largest sampled batch to the job's batch
 
 
 QUANTILES = (0.05, 0.5, 0.95)
@@ -153,7 +151,8 @@ NOTHING = Interval(0.0, 0.0, 0.0)
 
 
 class Rest(NamedTuple):
-    """The forecast for the rows without a record, over all engines. ``seconds``: without the time for loading."""
+    """The forecast for the rows without a record, over all engines. ``seconds``: without the time to load the
+    engine."""
 
     prompt_tokens: Interval = NOTHING
     completion_tokens: Interval = NOTHING
@@ -237,8 +236,8 @@ def _expected_s(wave: Wave, steps: StepTime, engines: EngineCount) -> float:
 def _spread(steps: StepTime, sample: Sample, engines: EngineCount) -> float:
     """Return how far a forecast time may be off, as a relative error.
 
-    It is the error of the times that ``steps`` predicts for the sample's own waves (rows that ran together). A share is
-    added for each doubling from their batch size to the job's.
+    It is the error of the times that ``steps`` predicts for the sample's own waves (rows that ran together). It grows
+    with each doubling from the largest batch of these waves to the batch of the job.
     """
     errors = [
         math.log(max(wave.seconds, _LEAST_S) / max(_expected_s(wave, steps, engines), _LEAST_S))
@@ -254,11 +253,14 @@ def _spread(steps: StepTime, sample: Sample, engines: EngineCount) -> float:
 class _Rest(NamedTuple):
     """The rows without a record, with everything needed to draw a random forecast for them.
 
-    - ``sizes``: prompt sizes of those rows that were counted. ``sampled_sizes``: prompt sizes of the sampled rows.
-    - ``prompt_tokens``: the engine's token counts for the sampled rows.
+    - ``sizes``: prompt sizes, in ``Lengths.unit``, of the rows that were rendered but are not in the sample.
+    - ``sampled_sizes``: the same for the sampled rows (1 for each chunk of a recording).
+    - ``prompt_tokens``: the prompt tokens that the engine counted for the sampled rows. They convert sizes to tokens.
     - ``sequences``: answers per request.
-    - ``row_s``: seconds to render a row; ``start_s``: seconds until a new engine is warm.
-    - ``spread``: relative variation of the time from one run to the next.
+    - ``row_s``: seconds to render a row. ``start_s``: seconds until a new engine is warm.
+    - ``spread``: how far the forecast time may be off, as a relative error.
+
+    For recordings, each chunk counts as a row, and ``sizes`` is empty.
     """
 
     n_rows: int

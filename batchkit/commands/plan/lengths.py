@@ -29,12 +29,12 @@ class Lengths(NamedTuple):
     """The lengths of a job's prompts.
 
     - ``rows``: number of rows of the job. ``left``: number of rows without a record.
-    - ``counted``: how many of the latter were rendered, chosen at random if not all were.
-    - ``indexes``: rendered rows that would reach the engine. ``sizes``: their prompt sizes in ``unit``: tokens or
-      characters, or seconds for recordings.
+    - ``counted``: number of rows without a record that were rendered, chosen at random if not all of them were.
+    - ``indexes``: indexes of the rendered rows that would reach the engine. ``sizes``: their prompt sizes in ``unit``:
+      tokens or characters, or seconds for recordings.
     - ``is_exact``: True if all sizes are prompt tokens.
     - ``most_tokens``: maximum length of an answer; None if unknown.
-    - ``row_s``: seconds to render and count one row, which is a lower limit for the run; 0 if unknown.
+    - ``row_s``: seconds to render and count one row; the run can't be faster than this. 0 if unknown.
     """
 
     rows: int

@@ -37,7 +37,7 @@ _LEAST_USAGE = 0.02  # minimum KV cache usage to estimate how many requests fill
 class Sample(NamedTuple):
     """The answered rows of the sample, in ``waves``. The first wave warmed up the engine.
 
-    ``running``: number of concurrent requests of one engine of the job.
+    ``load_s``: seconds to load the engine. ``running``: number of concurrent requests of one engine of the job.
     """
 
     waves: Sequence[Wave] = ()

@@ -31,7 +31,7 @@ class Wave(NamedTuple):
     """Rows that were answered together, at most ``window`` at a time, in a start that took ``took_s`` seconds.
 
     - ``sequences``: answers per request.
-    - ``parts``: the generations of recordings; None for other tasks.
+    - ``parts``: for recordings, the generations of their chunks; None for other tasks.
     """
 
     window: int
@@ -47,7 +47,7 @@ class Wave(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The time from the begin of the first request to the end of the last one."""
+        """The time in seconds from the beginning of the first request to the end of the last one."""
         if not self.requests:
             return 0.0
         ended = max(request.ended for request in self.requests)
@@ -72,7 +72,7 @@ class StepTime(NamedTuple):
     ) -> float:
         """Return the time of ``rows`` rows, ``running`` at a time.
 
-        ``steps``, ``tokens``, ``prompt_tokens``: total numbers of forward passes and tokens that they need.
+        ``steps``, ``tokens``, ``prompt_tokens``: total numbers of forward passes and tokens that the rows need.
         """
         return (
             self.row_s * (rows / running + 1)
@@ -93,7 +93,7 @@ class Points(NamedTuple):
 def points_of(waves: Sequence[Wave]) -> Points:
     """Return one equation for each row of ``waves``. The rows must not have waited in the engine's queue.
 
-    A row's concurrency is an average over its forward passes. How many there are in a period depends on the
+    A row's concurrency is an average over its forward passes. The number of forward passes in a period depends on the
     coefficients to be found, so the fit is repeated a few times.
     """
     points = _points(waves, StepTime(0.0, 1.0, 0.0, 0.0))
@@ -152,7 +152,8 @@ def fit(points: Points) -> StepTime:
 def steps_of(lengths: Sequence[float], running: int, *, in_batches: bool = False) -> float:
     """Return the number of forward passes until answers of these ``lengths`` have ended, with ``running`` at a time.
 
-    The next row starts when an answer ends. ``in_batches``: it starts only when all answers of the batch have ended.
+    The next row starts when an answer ends. ``in_batches``: the next rows start only when all answers of a batch have
+    ended.
     """
     if in_batches:
         return sum(max(lengths[n : n + running]) for n in range(0, len(lengths), running))

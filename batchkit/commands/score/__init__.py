@@ -79,7 +79,7 @@ def finish_scoring(folder: Path, job: JobConfig, *, say: Say) -> ScoreTable | No
 
 def is_scored(folder: Path, job: JobConfig) -> bool:
     """Return True if the run has all scores of ``job.scoring``, computed with these settings and from the current
-    files."""
+    content of all files."""
     if _may_differ(folder, job):
         return False
     now = scored_from(folder, job)
@@ -101,7 +101,7 @@ def scored_from(folder: Path, job: JobConfig) -> list[list[int]]:
 def rescored(
     folder: Path, lock: Claim, job: JobConfig, say: Say, judged: Judged | None = None
 ) -> ScoreTable:
-    """Like ``score_run``, for a run that this process has locked. Also stores the scores in ``judged``."""
+    """Score a run that this process has locked, as ``score_run`` does. Also store the scores in ``judged``."""
     judged = judged or Judged()
     names_judged = [*dict.fromkeys((*read_manifest(folder).judged, *judged.names))]
     if not names_judged:
@@ -152,7 +152,7 @@ class _Made(NamedTuple):
 
 
 def _kept(folder: Path, names: set[str], say: Say) -> dict[_Made, Scores]:
-    """Return the scores that judges gave before, by record; ``names`` are their names."""
+    """Return the scores that judges gave before, by record. ``names``: the names of these scores."""
     if not names:
         return {}
     try:
@@ -186,7 +186,8 @@ def _first_row(job: JobConfig) -> Mapping[str, Any] | None:
 def _answers(
     folder: Path, job: JobConfig, names: set[str]
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield the newest record of each answered row, and add the row's fields ``names`` to it (``with_fields``)."""
+    """Yield the newest record of each answered row, with the row's fields, which include ``names``
+    (``with_fields``)."""
     ok = (record for record in read_newest(folder / RESULTS) if record["status"] == "ok")
     return with_fields(ok, job, names)
 
@@ -213,7 +214,7 @@ def _may_differ(folder: Path, job: JobConfig) -> bool:
 
 def _mark(folder: Path, job: JobConfig, judged: list[str]) -> None:
     """Store the names of the scores that judges gave. If the scoring changes, mark the run as scored with mixed
-    settings. This is done before the scores are replaced, since that may be interrupted."""
+    settings. This is done before the scores are replaced, because the replacement may be interrupted."""
     manifest, may_differ = read_manifest(folder), _may_differ(folder, job)
     if may_differ or manifest.judged != judged:
         manifest.scoring = None if may_differ else manifest.scoring

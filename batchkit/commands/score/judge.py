@@ -1,7 +1,7 @@
 """``score --judge``: a second job scores the answers of a run.
 
 The judge is an ordinary run whose input is the judged run. Its folder is inside the folder of the judged run. It can be
-resumed, and its failed rows are retried. Its scores are joined into the judged run by row.
+resumed, and its failed rows are retried. The judge's scores are added to the judged run by row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from batchkit.types import utc_now
 def keys_of_judge(folder: Path) -> dict[str, Any]:
     """Return the keys of a judge's job that follow from the ``folder`` of the judged run.
 
-    The input is only the run's log. Scores that are computed later, such as the judge's own, do not change it.
+    The input is only the run's log, so that later scores, such as the judge's own, do not change the input.
     """
     whole = folder.resolve()
     return {
@@ -77,7 +77,7 @@ def judge_run(
 
 
 def _names(judge: JobConfig, job: JobConfig) -> dict[str, str]:
-    """Return the name that each score of the judge gets in the run, by its own name."""
+    """Return the names that the judge's scores get in the run, keyed by their names in the judge's job."""
     own = score_names(judge.scoring)
     if not own:
         raise JobError(

@@ -39,7 +39,7 @@ _PREDICTIONS = ("prediction", "answer")
 _OF_OURS = (
     "status",
     "finish_reason",
-)  # an entry with ``text`` and one of these is of batchkit's own export
+)  # an entry with ``text`` and one of these keys comes from an export of batchkit
 _TEXTS = ("text", "response", "Response", "output")
 _TABLES = ("csv", "parquet", "xlsx")
 
@@ -146,9 +146,9 @@ def read_predictions(path: Path) -> dict[str, Prediction]:
     - The prediction is ``prediction`` or ``answer``. The text is the first of ``text``, ``response``, ``Response`` and
       ``output``.
     - In batchkit's own exports, ``answer`` is a column of the input and is ignored.
-    - Failures: entries marked as failed, null, and a blank text.
+    - An entry counts as a failed row if it is marked as failed, if its answer is null, or if its text is blank.
     - A blank prediction without a text is an answer, because a metric may score it 0.
-    - If an id repeats, the last entry counts, if at least one of the two failed.
+    - If two entries have the same id and at least one of them failed, the later entry counts.
 
     Raises:
         JobError: The file is missing or not JSON; an entry has no id, or neither a prediction nor a text; or an id has

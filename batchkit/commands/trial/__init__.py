@@ -83,11 +83,11 @@ class Memory(NamedTuple):
 class Trial:
     """The result of one trial.
 
-    - ``status``: ``ok``, ``OOM``, or ``error: …``; ``reason``: why an engine died.
-    - ``figures``: None unless the status is ok.
+    - ``status``: ``ok``, ``OOM``, or ``error: …``. ``reason``: why an engine died, or "".
+    - ``figures``: the measured rates; None unless the status is ok. ``answered``: number of answered rows.
     - ``seconds``: the whole trial, including ``load_s`` for loading the engine.
     - ``failed``: number of failed rows by kind of error.
-    - ``memory``: None if unknown.
+    - ``memory``: peak memory use; None if unknown. ``idle``: why the engine was not busier; None if unknown.
     - ``is_short``: time ran out before the engine was full.
     """
 
@@ -114,7 +114,9 @@ def trials_of(job: JobConfig, rows: int | None, command: str) -> Iterator[Trials
         InputError: The input has no rows.
     """
     if len(job.engine_names) > 1:
-        raise JobError("[engines]: one engine is measured; try a job with the steps of one of them")
+        raise JobError(
+            "[engines]: only one engine can be measured; use a job that has only the steps of one engine"
+        )
     if job.engine.kind == "dry-run" and not job.engine.options.get("latency_s"):
         raise JobError(
             'engine.kind = "dry-run" answers without delay, so there is no speed to measure; set the engine that'
@@ -205,7 +207,8 @@ class Trials:
         return Measurement(at_once, seconds, total=self.rows, first=first, least=least)
 
     def _start(self, job: JobConfig, watch: _Watch) -> None:
-        """Run the trial's job. Raises the same exceptions as ``tried``, unless ``watch`` stopped the run on purpose."""
+        """Run the trial's job. Raises the same exceptions as ``tried``, unless ``watch`` stopped the run because the
+        measurement was complete."""
         try:
             options = StartOptions(command="trial", quiet=True, fresh=True)
             tried(job, self._source, options, kept=self._kept, stop=watch.stop)
@@ -246,7 +249,7 @@ class _Watch:
         self._samples_memory = holds_model(job.engine.kind)
         self.stop = StopRequest(drain_s=0)
         self.began = 0.0
-        """When the engine was loaded, in seconds since the epoch; 0 if it was not."""
+        """When the engine was loaded, in seconds since 1970; 0 if the engine was not loaded."""
         self._end_of_log = 0
         self._gpu_before = gpu_bytes() if self._samples_memory else None
         self._gpu_peak = self._host_peak = 0

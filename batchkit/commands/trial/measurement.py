@@ -38,7 +38,7 @@ _CLOCK_S = 0.001  # resolution of the times in records
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """The times and tokens of a row or of one of its generations. ``kind``: its kind of failure; "" for an answer.
+    """The times and tokens of a row or of one of its generations. ``kind``: the kind of failure; "" for an answer.
     ``began`` (when the request entered the engine's queue) and ``ended`` are seconds since 1970. Tokens cover all
     attempts, except ``last_tokens``, which counts the last attempt's answers."""
 
@@ -178,7 +178,7 @@ class Measurement:
         return self.full[-1].ended - self.full[0].ended if self.full else 0.0
 
     def is_over(self, began: float, now: float) -> bool:
-        """Return True if the trial may stop at the time ``now``. ``began``: the time at which its engine was loaded."""
+        """Return True if the trial may stop at the time ``now``. ``began``: the time at which the engine was loaded."""
         if not self.full:
             return now >= began + self.seconds
         enough = max(ENOUGH_ROWS, ENOUGH_WAVES * self.at_once)
@@ -188,7 +188,7 @@ class Measurement:
     def _is_behind(self, enough: int) -> bool:
         n_rows, seconds = len(self.full) - 1, self.full_s
         if seconds < _LEAST_S_BEHIND or n_rows < enough / 2 or n_rows >= self._least * seconds:
-            return False  # not before all rows have been seen
+            return False  # too early to tell, or not slower than ``least``
         return _interval([answer.ended for answer in self.full[1:]], seconds)[1] < self._least
 
     def figures(self, ended: float, *, is_sample: bool) -> Figures | None:
@@ -218,8 +218,8 @@ def was_short(
 
 def hung_s(measurement: Measurement, metrics: Sequence[Metrics]) -> float:
     """Return the seconds for which the engine had generated nothing when the trial ended, if that is long enough to say
-    that it hung. Otherwise return 0. Long enough means more than half of the trial's time and more than twice the
-    slowest answer."""
+    that it hung. Otherwise return 0. Long enough means more than half of ``measurement.seconds`` and more than twice
+    the slowest answer."""
     if not measurement.answers or not metrics or not metrics[-1].in_flight:
         return 0.0
     last = metrics[-1]
@@ -234,9 +234,10 @@ def _generated(line: Metrics) -> int:
 
 
 class Idle(NamedTuple):
-    """Why the engine was not busier while it was full. ``running``: average number of concurrent requests. The others
-    are shares from 0 to 1. ``rendering``: slots empty because no rendered row was ready. ``preparing``: slots empty
-    while rows were tokenized or their images preprocessed. ``kv_cache``: time with a full KV cache."""
+    """Why the engine was not busier while it was full. ``rendering``: fraction of slots that were empty because no
+    rendered row was ready. ``preparing``: fraction of slots that were empty while rows were tokenized or their images
+    preprocessed. ``kv_cache``: fraction of the time with a full KV cache. ``running``: average number of concurrent
+    requests. ``preempted``: number of preemptions."""
 
     rendering: float
     preparing: float

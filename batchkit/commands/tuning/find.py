@@ -41,7 +41,7 @@ class SearchResult:
     """The result of a search. A signal may have ended the search early.
 
     - ``rows``: number of rows of the whole job.
-    - ``high``: the largest size that could be tried.
+    - ``high``: the largest size that the search was allowed to try.
     - ``has_flattened``: True if the search stopped because a larger size gained too little.
     - ``written``: the job file that received the best size, or None.
     """
@@ -99,7 +99,7 @@ class SearchResult:
         if self.written is not None:
             lines.append(f"{self.written}: {KEY} = {size} written")
         else:
-            lines.append(f"in the job file (or with --write):\n\n{patch({SIZE: size})}")
+            lines.append(f"set this in the job file (--write does it):\n\n{patch({SIZE: size})}")
         return "\n".join(lines)
 
     def _largest(self) -> str:
@@ -136,7 +136,7 @@ def find_batch_size(
         JobError: The job itself is invalid, its input has no rows, or the job file can't be written.
     """
     if low > high:
-        raise JobError(f"--low {low} is over --high {high}; lower the one or raise the other")
+        raise JobError(f"--low {low} is over --high {high}; lower --low or raise --high")
     table = SizeTable(job, KeptResults(job, COMMAND, rows, seconds), say)
     has_flattened, written = False, None
     if write_to is not None:
@@ -165,8 +165,8 @@ def search(low: int, high: int, try_size: Callable[[int], Line]) -> bool:
     """Double the size from ``low`` until it does not fit, then search between the largest size that fits and the
     smallest that does not.
 
-    Returns True if the search stopped because a doubling gained less than 3 %; larger sizes may then fit, too.
-    Otherwise the largest size up to ``high`` that fits was tried. No size is tried twice.
+    Returns True if the search stopped because a doubling raised the rows per second by less than 3 %; larger sizes may
+    also fit. Otherwise the largest size up to ``high`` that fits was tried. No size is tried twice.
 
     ``try_size``: measures a size and returns its result.
     """
@@ -204,7 +204,7 @@ def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bo
         return Bottleneck(
             "preprocessing",
             f"{waits['preparing']:.0%} of the engine's slots were empty although rows were waiting: prompts are"
-            f" {what} there on one thread, too slowly",
+            f" {what} in the engine on one thread, too slowly",
         )
     if waits["kv_cache"] > _MOSTLY:
         again = best["preempted"] / max(1, best["rows"])
@@ -221,9 +221,9 @@ def _compute(lines: Sequence[Line], best: Line) -> Bottleneck:
     """Return the bottleneck of an engine that is busy computing: the forward passes themselves, the prompts or the
     answers.
 
-    A row takes ``a + b / batch``. ``a`` is the time for its tokens, at any batch size. ``b`` is the time for forward
-    passes, which all rows of a batch share. If ``b / batch`` is at least half, a larger batch helps. Pooling tasks have
-    no output tokens: all their forward passes are prefill.
+    A row takes ``a + b / batch`` seconds. ``a`` is the time for its tokens, at any batch size. ``b`` is the time for
+    forward passes, which all rows of a batch share. If ``b / batch`` is at least half, a larger batch helps. Pooling
+    tasks have no output tokens: all their forward passes are prefill.
     """
     prompt, output = best["prompt_tokens_per_s"], best["completion_tokens_per_s"]
     if not prompt or output is None:
@@ -233,8 +233,8 @@ def _compute(lines: Sequence[Line], best: Line) -> Bottleneck:
     if shared >= 0.5:
         return Bottleneck(
             "decode" if output else "prefill",
-            f"{shared:.0%} of a row's time is steps that the batch shares, and a larger batch would"
-            f" still make it shorter ({tokens})",
+            f"{shared:.0%} of a row's time is for forward passes that the whole batch shares, so a larger batch"
+            f" would be faster ({tokens})",
         )
     if prompt > output:
         return Bottleneck("prefill", f"most tokens are the prompts' ({tokens})")

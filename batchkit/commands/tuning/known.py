@@ -54,7 +54,7 @@ class Tried:
 class KeptResults:
     """The stored results of the trials of ``command`` with the same job, package versions and GPUs, one dict each.
 
-    ``limits``: further settings with which a result was measured; results with others are not used.
+    ``limits``: further settings of the measurement. Results that were measured with other limits are not used.
     """
 
     def __init__(self, job: JobConfig, command: str, *limits: float | None) -> None:
@@ -95,7 +95,7 @@ class Known:
             if "ratio" in found:
                 self.gain = (found["options"], found["ratio"]) if found["options"] else None
             elif not found["is_short"]:
-                # Keep the first result of each, so that a repeated search takes the same path.
+                # Keep the first result of each set of options, so that a repeated search takes the same path.
                 self._known.setdefault(words(found["options"]), Tried(**found))
 
     def of(self, options: Options) -> Tried | None:
@@ -113,7 +113,7 @@ def advised(job: JobConfig) -> str | None:
     if not trials_folder(job, TUNE).is_dir() or (gain := Known(job).gain) is None:
         return None
     options, ratio = gain
-    return f"tune found {words(options)} to be {ratio:.2f} × as fast; `batchkit tune JOB --write` sets it"
+    return f"tune found {words(options)} to be {ratio:.2f} × as fast as the default; `batchkit tune JOB --write` sets it"
 
 
 def words(options: Options) -> str:

@@ -27,8 +27,8 @@ KEY = f"{_TABLE}.{SIZE}"
 
 
 def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
-    """Return the job with these options added, and without ``workers.count`` unless ``options`` set it. Its name
-    is that of a variant with these options, for example ``max_num_seqs-64``.
+    """Return the job with these options added, and without ``workers.count`` unless ``options`` set it. The job gets
+    the name of a variant with these options, for example ``max_num_seqs-64``.
 
     The engine of the returned job does not reduce its batch when memory runs out, because a trial measures one fixed
     size.
@@ -58,7 +58,10 @@ def most_of(job: JobConfig, rows: int) -> tuple[int, str]:
     """Return the largest batch size that a trial with ``rows`` rows can fill, and what limits it."""
     window = job.run.max_in_flight
     if window != "auto" and window < rows:
-        return window, f"run.max_in_flight = {window} limits the requests in the engine (remove it)"
+        return (
+            window,
+            f"run.max_in_flight = {window} limits the requests in the engine; remove this key",
+        )
     return rows, f"there are {rows:,} rows"
 
 
@@ -79,7 +82,9 @@ def check_patch(path: Path) -> None:
     """Raise JobError if ``write_patch`` can't change the job file. Called before the trials, which take long."""
     _edited(path, {SIZE: 1})
     if not os.access(path.resolve().parent, os.W_OK):
-        raise JobError(f"{path}: can't be changed: no permission to write in its folder")
+        raise JobError(
+            f"{path}: can't be changed: no permission to write in its folder; leave --write out"
+        )
 
 
 def write_patch(path: Path, options: Mapping[str, Any]) -> None:
@@ -154,10 +159,10 @@ _FIRST_FOR: Mapping[str, str] = {
 class OptionChoice:
     """An option that ``tune`` tries.
 
-    - ``walk``: the current value of a number, which is multiplied and divided.
+    - ``walk``: the current value of a number, which the search multiplies and divides; None for other options.
     - ``others``: a list of settings to try instead. None in it resets an option to the job's value.
     - ``helps``: the bottleneck that the option addresses (``Bottleneck.resource``).
-    - ``is_only``: True if it is tried only at this bottleneck.
+    - ``is_only``: True if the option is tried only at this bottleneck.
     """
 
     name: str
@@ -168,12 +173,13 @@ class OptionChoice:
 
     @property
     def is_first(self) -> bool:
-        """True if more concurrent requests would hide the option's gain, so that it must be tried before them."""
+        """True if the option must be tried before the number of concurrent requests, because more requests would hide
+        its gain."""
         return self.is_only and self.helps in ("rendering", "preprocessing", "kv-cache")
 
 
 def choices(job: JobConfig, options: Mapping[str, Any]) -> list[OptionChoice]:
-    """Return the options to try: how GPUs are used, the engine's ``options``, and batchkit's own."""
+    """Return the options to try: how GPUs are used, the engine's ``options``, and batchkit's own options."""
     found = (_choice(name, value) for name, value in options.items())
     ours = (_choice(f"run.{name}", getattr(job.run, name)) for name in _OF_RUN)
     return [*_of_gpus(job), *found, *ours]

@@ -131,8 +131,8 @@ class SizeTable:
         lines += [in_words(line) for line in self.lines if line["status"] != OK]
         if hasty := [f"{line['batch_size']:,}" for line in self.ok if not line["typical"]]:
             lines.append(
-                f"batch size {', '.join(hasty)}: not full for long enough to show how fast it is in a long"
-                " run: give it more --seconds, or more rows"
+                f"batch size {', '.join(hasty)}: the engine was not full for long enough to show the rate of a long"
+                " run; raise --seconds, or use more rows"
             )
         return "\n".join(lines)
 

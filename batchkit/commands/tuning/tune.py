@@ -43,7 +43,7 @@ _FACTORS, _FINE = (4.0, 2.0), 1.4
 _BUDGET = "max_num_batched_tokens"
 _MOST_TRIALS = 15  # before the comparison
 _LEAST_OF_FLIP = (
-    0.015  # lower than LEAST_GAIN: a flip costs one trial, while a step leads to more steps
+    0.015  # lower than LEAST_GAIN, because a setting that is not a number needs only one trial
 )
 _ROUNDS = 3  # rounds of default and best, in turn
 _ROWS_COMPARED = 50
@@ -67,8 +67,9 @@ class Tuned:
     """The result of ``tune``.
 
     - ``compared``: the final comparison with the default; None if there was none.
-    - ``gained``: for each of the best options, the rate without it as a share of the rate with all.
-    - ``differ``: the share of rows whose answers the best options change; None if they can't change answers.
+    - ``gained``: for each of the best options, the rate without that option, divided by the rate with all of them.
+    - ``differ``: the fraction of rows whose answers the best options change; None if these options can't change
+      answers.
     - ``written``: the job file that received the best options.
     """
 
@@ -126,9 +127,9 @@ class Tuned:
         yield markdown(heads, [_cells(tried) for tried in self.trials])
         yield from (f"{words(t.options)}: {t.status}" for t in self.trials if t.status != OK)
         if self.limit:
-            yield f"the default: {self.limit}"
+            yield f"bottleneck of the default: {self.limit}"
         if self.picture is not None:
-            yield f"drawn: {self.picture}"
+            yield f"chart: {self.picture}"
         if self.compared is None:
             yield "no tried option is clearly faster than the default"
             return
@@ -144,9 +145,9 @@ class Tuned:
         if self.written is not None:
             yield f"{self.written}: written"
         else:
-            yield f"in the job file (or with --write):\n\n{patch(self.best)}"
+            yield f"set this in the job file (--write does it):\n\n{patch(self.best)}"
         if self.job.engine.kind == "vllm":
-            yield f"the same server: {self._serve()}"
+            yield f"vLLM's server with these options: {self._serve()}"
 
     def _serve(self) -> str:
         best = dict(self.best if self.is_gain else {})
@@ -257,8 +258,8 @@ class _Search:
         """Multiply or divide a number by a large factor, then by a small one. A small factor alone may gain too little
         to notice.
 
-        If the KV cache is full, first try as many requests as it held, and never more. If prompts take most of the
-        time, never reduce the number of tokens per forward pass.
+        If the KV cache is full, first try as many requests as the cache held, and never more. If prompts take most of
+        the time, never reduce the number of tokens per forward pass.
         """
         if name == SIZE and self._best.waits_for == "kv-cache" and (held := self._best.running):
             self._takes({name: held})
@@ -297,8 +298,8 @@ class _Search:
         return gain > least
 
     def _is_time(self) -> bool:
-        """Return True if there is time for another trial and the final comparison, if they take as long as earlier
-        ones."""
+        """Return True if there is time for another trial and the final comparison, assuming that each trial takes as
+        long as the earlier ones did."""
         if len(self._tried) >= _MOST_TRIALS:
             return False
         took = statistics.mean([tried.seconds for tried in self._found.trials] or [self._seconds])
@@ -317,7 +318,7 @@ class _Search:
             tried = self._known.of(options) or self._measured(options, least)
             while tried.is_short and self._is_time():
                 self._seconds *= 2  # also for later trials, because they are compared
-                self._say(f"the engine could not be filled: trials of {self._seconds:g} s now")
+                self._say(f"the engine was not filled in time; trials now last {self._seconds:g} s")
                 tried = self._measured(options, least)
             if tried not in self._found.trials:
                 self._found.trials.append(tried)
@@ -336,8 +337,8 @@ class _Search:
         return tried
 
     def _compare(self) -> None:
-        """Measure the default and the best options one after the other, then the best options without each one of
-        them."""
+        """Measure the default and the best options in turn, several times. Then measure the best options with one of
+        them left out, for each."""
         best, ratios, rates = self._found.best, list[float](), list[float]()
         for _ in range(_ROUNDS):
             pair = [self._measured(options) for options in ({}, best)]

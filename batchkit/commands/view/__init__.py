@@ -94,7 +94,7 @@ def quiet_server(
 
 
 def bound(host: str, port: int | None) -> socket.socket:
-    """Return a socket that listens on this address. ``port`` None means 8484, or any free port if it is taken. Raise
+    """Return a socket that listens on this address. ``port`` None means 8484, or any free port if 8484 is taken. Raise
     JobError if the address can't be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     if port is None:

@@ -40,8 +40,8 @@ Asked = TypeVar("Asked", bound=BaseModel)
 
 
 class Mean(NamedTuple):
-    """The mean of a run's first scorer, or None if the run has no scores. ``stamps`` identify the files it was computed
-    from, to notice changes."""
+    """The mean of a run's first scorer, or None if the run has no scores. ``stamps``: values that change if the files
+    change from which the mean was computed."""
 
     stamps: tuple[Any, ...]
     score: dict[str, Any] | None
@@ -172,7 +172,7 @@ class Api:
         return index, entries
 
     def _mean(self, folder: Path, until: float) -> dict[str, Any] | None:
-        """Return the mean of the run's first score. If the time ``until`` is over, or the log is not indexed yet,
+        """Return the mean of the run's first score. If the time ``until`` has passed, or the log is not indexed yet,
         return the previous value."""
         stamps = tuple(stamp_of(folder / name) for name in (RESULTS, SCORES))
         known = self._means.get(folder, Mean((), None))

@@ -30,7 +30,7 @@ from batchkit.scoring import Scoring
 from batchkit.storage.lines import answers_in_words, whole_record
 from batchkit.storage.newest_lines import Generations
 
-_KEPT = 2  # rows whose images the browser may request next; the image bytes may be in the input
+_KEPT = 2  # prompts cached for the browser's next requests; few, because they may contain images
 _IMAGE = "[image]"
 _LIST_S = 1.0  # seconds after which a list receives a partial response
 
@@ -38,7 +38,8 @@ _LIST_S = 1.0  # seconds after which a list receives a partial response
 def row_of(index: Index, entries: Table, url: str, media: tuple[Path, ...]) -> dict[str, Any]:
     """Return all details of one row. ``entries``: the index entries of its records, the newest last.
 
-    The URLs of its images are ``url``/images/0 and so on, those of its clips ``url``/clips/0.
+    The URLs of the row's images are ``url``/images/0 and so on; the URLs of the row's clips are ``url``/clips/0 and so
+    on.
 
     Raises:
         StoreError: The log was changed.
@@ -62,8 +63,8 @@ def beside_answers(
     index: Index, entries: Table, media: tuple[Path, ...]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield a row index and the texts shown beside its answer in the list: the question, the reference and the first
-    image (as a data: URI). The rows are in input order. After ``_LIST_S`` seconds it stops, even if rows are missing;
-    the page requests them again."""
+    image (as a data: URI). The rows are in input order. After ``_LIST_S`` seconds the iterator ends, even if rows are
+    missing; the page requests those rows again."""
     reach, until = Reach.of(index.folder, media), time.monotonic() + _LIST_S
     inputs = InputRows(reach.job, {*entries["row"].tolist()}, reach)
     labels, scoring = labels_of(reach), _scoring(reach)

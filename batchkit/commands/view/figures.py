@@ -12,7 +12,7 @@ import numpy as np
 from batchkit.runs.index import Index, Snapshot, Table
 
 RUNS_KEPT = 4  # runs whose index and figures are kept; a comparison needs two
-_BINS = 36  # at most, plus up to four
+_BINS = 36  # maximum number of bins; up to four more are added to divide the axis
 _COLUMNS = {
     "latency": ("Latency", "s"),
     "prompt_tokens": ("Prompt tokens", ""),
@@ -112,9 +112,9 @@ def _spreads(columns: Mapping[str, tuple[Table, Table]]) -> list[dict[str, Any]]
 def histogram(values: Table, counts: Table) -> dict[str, Any]:
     """Return ``counts`` over equal bins from ``low`` to ``top``. The bin width is 1, 2 or 5 times a power of ten.
 
-    ``values`` are distinct and in ascending order; the argument ``counts`` says how often each occurs. If a long tail
-    would squeeze the rest, the last bin ends at the 99th percentile and includes the ``overflow`` above. Integer
-    values have integer bins.
+    ``values`` are distinct and in ascending order; the argument ``counts`` says how often each occurs. If the largest
+    value is more than twice the 99th percentile, the bins end near that percentile, and the last bin includes the
+    ``overflow`` above. Integer values have integer bins.
     """
     median, p99 = (_percentile(values, counts, share) for share in (0.5, 0.99))
     least, largest = float(values[0]), float(values[-1])

@@ -23,7 +23,7 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 class PlayableClip(NamedTuple):
-    """An encoded clip that browsers can play. ``type``: its media type, always one of audio or video."""
+    """An encoded clip that browsers can play. ``type``: the media type, always ``audio/…`` or ``video/…``."""
 
     content: bytes
     type: str
@@ -149,7 +149,7 @@ class Pictures:
 
     def clip(self, kind: str, source: Any) -> Mapping[str, Any]:
         """Return {kind, name, src} for a clip; a video also has a "poster" frame. ``src`` and ``poster`` are data:
-        URIs. A clip that is too long for the page, or for its remaining space, has a "problem" instead."""
+        URIs. A clip that can't be read, or is too long for the page or its remaining space, has a "problem" instead."""
         name, found = shown(source, kind), dict[str, str]()
         try:
             made = clip_of(kind, source, self._reach)

@@ -75,7 +75,7 @@ def pairs_of(a: Snapshot, b: Snapshot, *, by_place: bool) -> Pairs:
 def page_of(
     pairs: Pairs, query: PairsQuery, a: ComparedRun, b: ComparedRun
 ) -> list[dict[str, Any]]:
-    """Return the requested part of the matched rows. ``a`` or ``b`` is None if that run lacks the row."""
+    """Return the requested part of the matched rows. In a pair, ``a`` or ``b`` is None if that run lacks the row."""
     places, found = np.flatnonzero(pairs.masks[query.only]), []
     for place in places[query.offset : query.offset + query.limit].tolist():
         numbers = (pairs.before[place], a), (pairs.after[place], b)

@@ -103,7 +103,7 @@ class Query(Page):
 
 class Labels(NamedTuple):
     """The rules for the texts that describe a row in the list: its group, its question, and its kind of failure.
-    ``asked_in``: the fields that the prompt uses, in which the question is searched; None means all fields.
+    ``asked_in``: the fields that the prompt uses, among which the question is looked up; None means all fields.
     ``has_images``: the prompt may contain images."""
 
     group_by: str | None
@@ -143,14 +143,15 @@ def template_in(path: str, key: str, reach: Reach) -> str:
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run with its index, the snapshot of it to show, and its labels."""
+    """A run with its index, the snapshot of the index to show, and the labels of its rows."""
 
     index: Index
     snapshot: Snapshot
     labels: Labels
 
     def row(self, number: int) -> dict[str, Any]:
-        """Return a row as the list shows it. ``number``: the position of its newest entry in the snapshot."""
+        """Return the values of a row that the page's list of rows shows. ``number``: the position in
+        ``snapshot.entries`` of the row's newest entry."""
         record = self.index.record(self.snapshot.entries[number])
         answer = answers_in_words(record)[0] or (record.get("error") or {}).get("message") or ""
         return {

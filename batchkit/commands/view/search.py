@@ -25,8 +25,9 @@ _AS_WRITTEN = re.compile(r"[ !#-\[\]-hjl-~]+")
 @lru_cache(_SEARCHES)
 def has_words(index: Index, snapshot: Snapshot, words: str) -> Table:
     """Return a mask of the entries that have ``words`` (in lower case) in one of their texts, ignoring case."""
-    # Lines without this part are not parsed. It looks the same in the log's bytes, apart from case. Values that are
-    # not text are indented below, but not in the log: a space after a colon or at the start of a line is left out.
+    # ``plain``: the longest part of the words that looks the same in the log's bytes, apart from case. Lines without
+    # this part are not parsed. Spaces after a colon or at the start of a line are not part of it, because values that
+    # are not text are searched with indentation, and the log has none.
     runs = (run.lstrip(": ") for run in _AS_WRITTEN.findall(words))
     plain = max(runs, key=len, default="").encode()
     found = np.zeros(len(snapshot.entries), bool)
