@@ -15,7 +15,7 @@ from batchkit.config.values import from_json
 _DEEPEST = 20
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _HOW = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
-# Errors for syntax that the engines' regular expressions allow and Python's do not.
+# The beginnings of Python's errors for syntax that Python's `re` refuses but the engines may allow.
 _OTHER_DIALECT = ("bad escape", "unknown extension")
 
 
@@ -40,14 +40,16 @@ def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
 
 
 def example(schema: Any, text: str) -> Any:
-    """Return an example answer for ``schema``, for engines without a model. All properties are present; texts are
-    ``text``. It ignores patterns and most limits, so a few schemas reject it."""
+    """Return an example answer for ``schema``, for engines without a model. The example has all properties of the
+    schema, and each string is ``text``. Patterns and most limits are ignored, so the example may not match
+    ``schema``."""
     return _example(schema, schema, text, depth=0)
 
 
 def faults_in(wanted: Any) -> Iterator[str]:
-    """Yield a message for each fault in ``wanted``, a job's ``structured_outputs``, that no engine can satisfy. A
-    message begins with the key below it, for example ``.regex: not a valid regular expression``."""
+    """Yield a message for each fault in ``wanted`` (a job's ``structured_outputs``) that makes it unusable for every
+    engine. A message begins with the faulty key in ``wanted``, for example ``.regex: not a valid regular
+    expression``."""
     if not isinstance(wanted, Mapping):
         return
     known = (*_CONSTRAINTS, *_HOW)

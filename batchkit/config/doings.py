@@ -1,5 +1,5 @@
-"""Side effects of a job besides running the model: commands it runs, code it imports, and keys and exports it
-sends to other hosts."""
+"""Side effects of a job besides running the model: it may run commands, import code, and send keys and exports to other
+hosts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from batchkit.config.terminal import shortened
 
 ON_END, REMOTE_CODE, EXPORT = "run.on_end", "trust_remote_code", "output.export"
 OPTIONAL = {ON_END: "runs", EXPORT: "writes"}
-"""Keys that a command can ignore, and the verb of their side effect."""
+"""Keys whose side effect a command can leave out, and the verb that describes the side effect."""
 
 
 class Doing(NamedTuple):
-    """A side effect of a job. ``keys``: the job's keys that cause it; the first one names it in messages. ``what``: the
-    text for the user, for example ``runs: COMMAND``."""
+    """A side effect of a job. ``keys``: the job's keys that cause the side effect; messages name the first one.
+    ``what``: the text for the user, for example ``runs: COMMAND``."""
 
     keys: tuple[str, ...]
     what: str
@@ -38,13 +38,13 @@ class Doing(NamedTuple):
 
 
 def doings(job: JobConfig, of: tuple[str, ...] = ("",)) -> list[Doing]:
-    """Return the job's side effects; ``of`` selects those whose first key starts with one of its texts."""
+    """Return the job's side effects whose first key starts with one of the texts in ``of`` (by default all)."""
     return [doing for doing in _doings(job) if doing.keys[0].startswith(of)]
 
 
 def lines_of(due: Iterable[Doing]) -> list[str]:
-    """Return the lines to print before the side effects in ``due`` happen, without duplicates. Leaves out the code that
-    comes with a model (`trust_remote_code`): it is reported when the model is loaded."""
+    """Return the lines to print before the side effects in ``due`` happen, without duplicates. Code that comes with a
+    model (``trust_remote_code``) is left out, because it is reported when the model is loaded."""
     said = (doing.line for doing in due if not doing.keys[0].endswith(REMOTE_CODE))
     return list(dict.fromkeys(said))
 

@@ -1,4 +1,4 @@
-"""Where an export goes, and in which format: a file, or an address that fsspec writes."""
+"""The target of an export: its format, and the file or fsspec URL to write to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ HUB = "hf://datasets/"
 
 
 class Target(NamedTuple):
-    """An export: its ``format``, and its ``place``, a path or an address. None: the usual file in the run folder."""
+    """The target of an export. ``format``: the name of an export format. ``place``: the path or URL to write to; None
+    for the usual file in the run folder."""
 
     format: str
     place: str | None = None
@@ -29,13 +30,13 @@ class Target(NamedTuple):
 
 
 def target_of(text: str, format_name: str | None = None, *, key: str = "output.export") -> Target:
-    """Return the target in ``text``: a format's name, a file (``answers.parquet``) or an address.
+    """Return the target that ``text`` names. ``text`` is a format's name, a file (``answers.parquet``) or a URL.
 
-    Without ``format_name``, the suffix decides the format; a dataset on the Hugging Face hub
+    ``format_name``: the format of ``--as``; None if the suffix decides. A dataset on the Hugging Face hub
     (``hf://datasets/OWNER/NAME``) gets Parquet.
 
     Raises:
-        JobError: The text names no known format; the message begins with ``key``.
+        JobError: The format is unknown, or the URL can't be written to. The message begins with ``key``.
     """
     if format_name is not None:
         check_format(format_name, "--as")
@@ -69,7 +70,8 @@ def check_format(name: str, key: str) -> None:
 
 
 def check_target(text: str) -> str:
-    """Return ``text`` unchanged if it is a target. Raises ValueError, for validation of a job file."""
+    """Return ``text`` unchanged if it names a target. Otherwise raise ValueError, which pydantic reports for the
+    key."""
     try:
         target_of(text)
     except JobError as error:

@@ -32,7 +32,7 @@ def how_to_reinstall(build: Literal["cpu", "cuda"] | None = None) -> str:
 
 
 def _packages_of(extra: str) -> str:
-    """Return the packages of the extra, quoted for a shell. They are read from the metadata of the installed
+    """Return the packages of ``extra``, quoted for a shell. The names are read from the metadata of the installed
     batchkit."""
     parts = (text.partition("; extra == ") for text in metadata.requires(DISTRIBUTION) or ())
     return " ".join(quote(package) for package, _, of in parts if of.strip("'\"") == extra)

@@ -1,7 +1,7 @@
-"""The JSON Schema of the job file, with which an editor completes and checks its keys.
+"""The JSON Schema of the job file. Editors use it to complete and check keys.
 
-``job.schema.json``, beside this module, is the schema without other packages' plug-ins; ``batchkit init`` refers to it
-in the job files that it writes. ``scripts/make_job_file_doc.py`` writes it.
+The file ``job.schema.json`` beside this module holds the schema without plug-ins of other packages.
+``scripts/make_job_file_doc.py`` writes this file, and job files written by ``batchkit init`` refer to it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NULL = {"type": "null"}  # TOML has no null: a key is left out instead
 
 
 def job_schema() -> dict[str, Any]:
-    """Return the schema (JSON Schema, draft 2020-12), with the plug-ins that are installed here."""
+    """Return the JSON Schema (draft 2020-12) of the job file. It includes the names of installed plug-ins."""
     schema = JobConfig.model_json_schema()
     described = {table.__name__: descriptions(table) for table in _tables(Table)}
     of_tables = {"JobConfig": schema, **schema["$defs"]}
@@ -47,7 +47,8 @@ def job_schema() -> dict[str, Any]:
 
 
 def descriptions(table: type[Table]) -> dict[str, str]:
-    """Return the text below each key in the source, also of the tables that ``table`` extends."""
+    """Return the description of each key: the string below the key in the source of ``table`` and of its base
+    classes."""
     found: dict[str, str] = {}
     for base in (base for base in table.__mro__ if issubclass(base, Table)):
         (definition,) = ast.parse(inspect.getsource(base)).body
@@ -66,7 +67,8 @@ def _tables(base: type[Table]) -> Iterator[type[Table]]:
 
 
 def _tidy(value: dict[str, Any]) -> None:
-    """Remove what is not for readers of the schema from the schema of one key: titles, and null as a value."""
+    """Remove from the schema of one key the parts that an editor should not show: titles, null as a value, and defaults
+    that are null or tables."""
     value.pop("title", None)
     if value.get("default") is None or isinstance(value["default"], dict):
         value.pop("default", None)

@@ -54,9 +54,9 @@ def load_job(
 ) -> JobConfig:
     """Load the job in ``path``, apply the ``KEY=VALUE`` overrides and make its paths absolute.
 
-    ``given`` holds values by dotted key. They replace values of the file and of the overrides. Its ``input.path`` is
-    relative to the working directory, like a shell argument. ``if_missing`` holds default tables, used if the file
-    lacks them.
+    ``given`` holds values by dotted key, which replace the values of the file and of the overrides. An ``input.path``
+    in ``given`` is relative to the working directory, like a shell argument. ``if_missing`` holds tables that are used
+    if the file lacks them.
 
     Raises:
         JobError: The file is unreadable or not TOML, or keys are wrong. One message lists all problems.
@@ -68,14 +68,15 @@ def load_job(
 
 
 def with_input_found(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``given`` with an absolute ``input.path``, looked up in the working directory."""
+    """Return ``given`` with its ``input.path``, if there is one, made absolute. The path is looked up in the working
+    directory."""
     rows = given.get("input.path")
     return given if rows is None else {**given, "input.path": _find_input(rows, Path.cwd())}
 
 
 def check_not_moved(path: Path, job: JobConfig, overrides: Sequence[str]) -> None:
-    """Raise JobError if ``path`` is in a run folder that was moved, because ``job`` would then run in the old folder.
-    ``overrides`` may name the folder to use."""
+    """Raise JobError if ``path`` is in a run folder that was moved, because ``job`` still names the old folder. If
+    ``overrides`` names a folder, nothing is checked."""
     if any(override.startswith(("name=", "output.dir=")) for override in overrides):
         return
     here = path.resolve().parent
@@ -87,8 +88,8 @@ def check_not_moved(path: Path, job: JobConfig, overrides: Sequence[str]) -> Non
 
 
 def resolved_job(path: Path) -> JobConfig:
-    """Load the ``job.toml`` that a run wrote into its folder. All its paths are absolute, so no path is searched for.
-    Raises JobError like ``load_job``."""
+    """Load the ``job.toml`` that a run wrote into its folder. Its paths are already absolute, so they are used
+    unchanged. Raises JobError like ``load_job``."""
     job = with_filled(parse_job(job_table(path), str(path)))
     learn_secrets(job)
     return job
@@ -155,9 +156,9 @@ def make_job(
     *,
     base: Path | None = None,
 ) -> JobConfig:
-    """Make a job from a table, like ``load_job`` from a file. Relative paths are looked up in ``base``, then in the
-    working directory."""
-    # Before any override is applied: another one may set an option of the dry-run engine.
+    """Make a job from ``table``, as ``load_job`` does from a file. ``origin`` names the table in messages. Relative
+    paths are looked up in ``base`` (the job file's folder), then in the working directory."""
+    # Before any override is applied, because another override may set an option of the dry-run engine.
     made_dry = [_leave_out_engine(table, override) for override in overrides]
     for override in overrides:
         _override(table, override)
@@ -194,7 +195,7 @@ def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
     """Check ``table`` and return the job; ``origin`` names the file in messages.
 
     Raises:
-        JobError: One line per problem: key, value found, value expected.
+        JobError: The job is invalid. The message has one line per problem: key, value found, value expected.
     """
     learn(os.environ)
     with suppress(ValueError):  # the validation below reports values that are too deep or too long
@@ -204,8 +205,8 @@ def parse_job(table: Mapping[str, Any], origin: str) -> JobConfig:
 
 
 def parse_value(text: str) -> Any:
-    """Parse ``text`` as a TOML value, for example ``0``, ``true`` or ``["a"]``. Text that is no TOML value is returned
-    as a string."""
+    """Parse ``text`` as a TOML value, for example ``0``, ``true`` or ``["a"]``. Text that is not a TOML value is
+    returned unchanged."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (RecursionError, ValueError):
@@ -246,8 +247,9 @@ def _override(table: dict[str, Any], override: str) -> None:
 
 
 def _leave_out_engine(table: Any, override: str) -> bool:
-    """If ``override`` is ``engine.kind=dry-run``, remove the other engine keys except ``model``, so that any job can be
-    tried. The same applies to ``engines.NAME.kind``. Return True if an engine is now ``dry-run``."""
+    """If ``override`` is ``engine.kind=dry-run``, remove all other keys of ``[engine]`` except ``model``, because they
+    are for the job's own engine. The same applies to ``engines.NAME.kind``. Return True if the engine was of another
+    kind before."""
     key, _, kind = override.partition("=")
     *parts, last = key.strip().split(".")
     is_engine = parts == ["engine"] or (parts[:1] == ["engines"] and len(parts) == 2)
@@ -265,7 +267,7 @@ def _leave_out_engine(table: Any, override: str) -> bool:
 
 
 def put(table: Any, parts: list[str], value: Any, origin: str) -> None:
-    """Set the key whose dotted parts are ``parts``; ``origin`` names the setting in messages."""
+    """Set the key whose dotted parts are ``parts`` to ``value``. ``origin`` names the setting in messages."""
     *parents, last = parts
     for depth, part in enumerate(parents):
         key = ".".join(parents[:depth])
@@ -283,7 +285,8 @@ def put(table: Any, parts: list[str], value: Any, origin: str) -> None:
 
 
 def _one_of(tables: list[dict[str, Any]], part: str, key: str, origin: str) -> dict[str, Any]:
-    """Return the table called ``part`` (or with this index) in ``tables``, the list of tables at ``key`` of the job."""
+    """Return the table whose name or index is ``part`` from ``tables``, the list of tables at ``key`` of the job.
+    ``origin`` names the setting in messages."""
     by_name = {str(number): table for number, table in enumerate(tables)}
     by_name |= {str(table["name"]): table for table in tables if "name" in table}
     if part in by_name:
@@ -294,7 +297,8 @@ def _one_of(tables: list[dict[str, Any]], part: str, key: str, origin: str) -> d
 
 
 def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
-    """Make the job's relative paths absolute, so that it means the same in any working directory."""
+    """Return the job with absolute paths, so that it means the same in any working directory. Relative paths are looked
+    up in ``base``, then in the working directory."""
     update: dict[str, Any] = {
         "prompt": _with_files_found(job.prompt, base, "prompt"),
         "scoring": _scoring_resolved(job.scoring, base),
@@ -315,7 +319,7 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
         update["input"] = job.input.model_copy(update={"path": _find_input(path, base)})
     input_table = update.get("input", job.input)
     root = _media_root(job, base, input_table)
-    # Not with model_copy, which would mark the root as set by the user; `serve` checks that.
+    # Not with model_copy, which would mark the root as set by the user: `serve` checks whether the user set it.
     given, media = job.media.model_fields_set, {**job.media.model_dump(), "root": root}
     update["media"] = MediaTable.model_construct(given, **media)
     update["input"] = input_table.below(root)
@@ -332,8 +336,8 @@ def learn_secrets(job: JobConfig) -> None:
 
 
 def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
-    """Return ``media.root`` as an absolute folder, or unchanged if it is an fsspec URL. If the job does not set it and
-    the rows are files outside the default folder, return the folder of these files."""
+    """Return ``media.root`` as an absolute folder, or unchanged if it is an fsspec URL. If the job does not set
+    ``media.root`` and the rows are files outside the default folder, return the folder of these files."""
     root = _fill(job.media.root, job, "media.root")
     if not is_remote(root):
         root = str(_find(root, base, "media.root"))
@@ -352,7 +356,7 @@ def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
 
 
 def _folder_of_files(rows: InputTable) -> str | None:
-    """Return the folder of an input whose rows are files; None for other inputs and for http addresses."""
+    """Return the folder of an input whose rows are files; None for other inputs and for http(s) URLs."""
     path = rows.path or ""
     is_folder = path.endswith("/") or is_dir(path)
     if not path or rows.is_run or not (is_folder or rows.rows_are_files(path)):
@@ -378,8 +382,8 @@ def _with_files_found(prompt: PromptTable, base: Path, key: str) -> PromptTable:
 
 
 def _with_loras_found(engine: EngineTable, base: Path) -> EngineTable:
-    """Make the paths of adapter folders absolute. Values without such a folder are left unchanged: they may be names on
-    the hub."""
+    """Return ``engine`` with absolute paths of its adapter folders. A value that is not an existing folder is left
+    unchanged, because it may be a name on the Hugging Face hub."""
     if not engine.loras:
         return engine
     loras = {}
@@ -399,8 +403,8 @@ def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
 
 
 def _rollout_resolved(rollout: RolloutTable, base: Path) -> RolloutTable:
-    """Make the path of the rollout function's file absolute. A module name is replaced with its file if the file is
-    beside the job file or in the working directory; other modules are installed ones."""
+    """Return ``rollout`` with the absolute path of its function's file. A module name is replaced with the path of its
+    file if the file is beside the job file or in the working directory. Otherwise the module is an installed one."""
     place, _, name = rollout.function.rpartition(":")
     is_file = place.endswith(".py")
     path = _find(place if is_file else f"{place.replace('.', '/')}.py", base, "rollout.function")
@@ -426,8 +430,8 @@ def _fill(template: str, job: JobConfig, key: str) -> str:
 
 
 def _find(path: str, base: Path, key: str) -> Path:
-    """Return the absolute form of ``path``: in ``base`` (the job file's folder), or in the working directory if it
-    exists only there."""
+    """Return ``path`` as an absolute path: in ``base`` (the job file's folder), or in the working directory if the file
+    exists only there. ``key`` names the setting in messages."""
     path = at_home(path)
     beside, here = base.resolve() / path, Path.cwd() / path
     try:
@@ -437,9 +441,9 @@ def _find(path: str, base: Path, key: str) -> Path:
 
 
 def _find_input(path: str, base: Path) -> str:
-    """Find an input like ``_find``. A URL is not changed, except that ``zip://*.jsonl::rows.zip`` gets the archive's
-    path. The folder before a glob pattern is escaped: in a folder ``a[1]`` the pattern must not match files of
-    ``a1``."""
+    """Return an input's path as an absolute path, like ``_find``. A URL is not changed, but in
+    ``zip://*.jsonl::rows.zip`` the path of the archive becomes absolute. The folder before a glob pattern is escaped,
+    because a pattern in the folder ``a[1]`` would otherwise match files of the folder ``a1``."""
     if path == "-":
         raise JobError(
             'input.path = "-": standard input is not supported, because a resumed run could not read it again; save it as a'
@@ -460,7 +464,7 @@ def _find_input(path: str, base: Path) -> str:
 
 
 def at_home(path: str) -> str:
-    """Expand ``~`` or ``$HOME`` at the start of ``path``, like a shell."""
+    """Return ``path`` with ``~`` or ``$HOME`` at its start expanded, as a shell does."""
     is_there = path.startswith(("~/", "$HOME/"))
     return str(Path(path.replace("$HOME", "~", 1)).expanduser()) if is_there else path
 
@@ -470,8 +474,9 @@ def _matches(pattern: str) -> bool:
 
 
 def prompt_columns(job: JobConfig) -> frozenset[str]:
-    """Return the input columns that the job's prompts use. Names from ``[vars]`` and ``input.cross``, and marks such as
-    ``image``, are not columns. An invalid template adds no names; its error is reported when it is used."""
+    """Return the input columns that the job's prompts use. Names from ``[vars]`` and ``input.cross``, and place marks
+    such as ``image``, are not columns. An invalid template adds no names; its error is reported when the template is
+    used."""
     from jinja2 import Environment, TemplateError, nodes
     from jinja2.meta import find_undeclared_variables
 
@@ -489,15 +494,16 @@ def prompt_columns(job: JobConfig) -> frozenset[str]:
 
 
 def with_filled(job: JobConfig) -> JobConfig:
-    """Return the job with the columns that ``input.empty = "skip"`` checks: those of its prompts. Call it after prompt
-    files were found, because templates in these files name columns, too."""
+    """Return the job with ``input.filled`` set to the columns of its prompts, which ``input.empty = "skip"`` checks.
+    Call this after paths are resolved, because templates in prompt files name columns, too."""
     if job.input.empty != "skip":
         return job
     return job.model_copy(update={"input": job.input.with_filled(prompt_columns(job))})
 
 
 def _texts(job: JobConfig) -> Iterator[tuple[str, Set[str]]]:
-    """Yield the text of each template, and the names in it that are marks."""
+    """Yield the text of each prompt template, and the names that are place marks (``{{ image }}``) instead of
+    columns."""
     for _, its in job.of_each_step():
         prompt, pair, no_marks = its.prompt, its.pair, frozenset[str]()
         for text, file, marks in (

@@ -1,7 +1,7 @@
 """Recognition and masking of secrets in jobs and messages.
 
-``masked`` works on a table: it finds secrets by key names, and in URLs, headers and ``NAME=value`` pairs in
-its texts. ``masked_text`` works on a message of unknown origin: it removes the whole query of each URL, and
+``masked`` works on a table. It finds secrets by the names of their keys, and inside texts with URLs, headers and
+``NAME=value`` pairs. ``masked_text`` works on a message of unknown origin. It removes the whole query of each URL, and
 masks every secret that ``learn`` found in jobs and in the environment of this process.
 """
 
@@ -41,7 +41,7 @@ _WORDS = (
     r"[_-]?key(?:[_-]?id)?)s?"
 )
 _NAME = re.compile(rf"(?:^|_){_WORDS}$|(?:api|access|secret|private)_?key(?:_?id)?s?$")
-# A name such as max_tokens. It names a secret only if its value is text.
+# A name such as max_tokens. It names a secret only if its value is text other than a number or a template.
 _COUNT = re.compile(r"(?:^|_)tokens$")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_QUERIES = re.compile(
@@ -57,7 +57,8 @@ _OF_ENGINE = re.compile(r"engines\.[^.]+(.*)")
 _RANDOM = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=%.~-]{20,}", re.ASCII)
 
 _SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: Path() turns // into /
-# Up to the last @, because a password may contain any character; but host:8000/… is a port, a::b a chain of URLs.
+# User info ends at the last @, because a password may contain any character. But the text after the colon is a port
+# in host:8000/…, and a further URL in a::b (a chain of URLs).
 _USER_INFO = re.compile(
     rf"{_SCHEME}([^/\s:@?#]*)(?::(?!:|\d{{1,5}}[^\w@])([^\s<>]{{0,2048}}))?@", re.IGNORECASE
 )
@@ -87,10 +88,8 @@ _SAID = re.compile(
 )
 _WORD = re.compile(r"[A-Za-z]+[.:]?")
 _COOKIE = re.compile(r"(\bcookie:\s*+)([^\r\n\"']+)", re.IGNORECASE)
-_IN_EACH = (
-    re.compile(  # a quick test: the two patterns above match only texts with one of these words
-        r"token|secret|passw|passphrase|pwd|credential|auth|bearer|cookie|jwt|dsn|conn|key"
-    )
+_IN_EACH = re.compile(  # a quick test: _SAID and _COOKIE match only texts with one of these words
+    r"token|secret|passw|passphrase|pwd|credential|auth|bearer|cookie|jwt|dsn|conn|key"
 )
 _SHORTEST = 8  # characters; a shorter secret would also match ordinary words in messages
 
@@ -99,7 +98,8 @@ _known: set[str] = set()
 
 def is_secret(name: str, value: Any = 0) -> bool:
     """Return True if ``name`` names a secret: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``. A name that ends
-    in ``tokens`` usually is a count; it names a secret only if ``value`` is neither a number nor a template."""
+    in ``tokens`` is usually a token count. It names a secret only if ``value`` (or a text in this list) is neither a
+    number nor a template."""
     is_count, is_named = _kinds_of_name(name)
     if is_count:
         texts = value if isinstance(value, list | tuple) else [value]
@@ -108,7 +108,7 @@ def is_secret(name: str, value: Any = 0) -> bool:
     return is_named
 
 
-@lru_cache(4096)  # each start asks for every key of the job and the environment many times
+@lru_cache(4096)  # called many times for each key of the job and of the environment
 def _kinds_of_name(name: str) -> tuple[bool, bool]:
     """Return two booleans: whether ``name`` may be a token count, and whether it names a secret."""
     plain = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_").replace(" ", "_").lower()
@@ -116,15 +116,16 @@ def _kinds_of_name(name: str) -> tuple[bool, bool]:
 
 
 def without_user_info(url: str, mask: Mask = lambda _: MASK) -> str:
-    """Return ``url``, or a text that contains URLs, with the passwords and tokens before host names masked."""
+    """Return ``url`` (or a text that contains URLs) with passwords and tokens in front of host names masked."""
     pattern = _ONE_URL if _URL.match(url) and "\n" not in url else _USER_INFO
     return pattern.sub(lambda found: _without_user_info(found, mask), url)
 
 
 @lru_cache(4096)
 def home_of(key: str) -> str:
-    """Return the key's counterpart in a top-level table, so that one rule covers both: ``engines.big.model`` gives
-    ``engine.model``, ``steps.draft.prompt.user`` gives ``prompt.user``. Other keys are returned unchanged."""
+    """Return the top-level key with the same meaning as ``key``, so that one rule covers both keys:
+    ``engines.big.model`` gives ``engine.model``, ``steps.draft.prompt.user`` gives ``prompt.user``. Other keys are
+    returned unchanged."""
     if found := _OF_ENGINE.fullmatch(key):
         return f"engine{found[1]}"
     if found := _OF_STEP.fullmatch(key):
@@ -135,15 +136,15 @@ def home_of(key: str) -> str:
 def masked(
     value: Any, key: str = "", mask: Mask = lambda _: MASK, mask_part: Mask = lambda _: MASK
 ) -> Any:
-    """Return ``value``, found at the dotted ``key`` of a job, with its secrets masked. ``mask`` returns the replacement
-    of a whole value whose key names a secret. In a URL, a header or ``NAME=value``, only the secret part is replaced:
-    by ``mask_part``, or by ``mask`` if the part merely looks like a secret."""
+    """Return ``value``, found at the dotted ``key`` of a job, with its secrets masked. If a key names a secret,
+    ``mask`` gets its whole value and returns the replacement. In a URL, a header or ``NAME=value``, only the secret
+    part is replaced: by ``mask_part``, or by ``mask`` if the part only looks like a secret."""
     is_own = any(is_secret(name, value) for name in home_of(key).split("."))
     return _masked(value, key, is_own, mask, mask_part)
 
 
 def secrets_in(value: Any, key: str = "") -> list[str]:
-    """Return all texts in ``value`` that ``masked`` would mask. A secret that is masked already is listed as
+    """Return all texts in ``value`` that ``masked`` would mask. A secret that is already masked is returned as
     ``***``."""
     found: list[str] = []
 
@@ -165,7 +166,7 @@ def masked_keys(value: Any, key: str = "") -> Iterator[str]:
 
 
 def without_masked(value: Any, key: str) -> Any:
-    """Return ``value`` without those entries of tables and lists whose secrets are masked, because a masked value is
+    """Return ``value`` without the table and list entries that contain a masked secret, because a masked value is
     useless."""
     if isinstance(value, Mapping):
         below = {name: (part, f"{key}.{name}") for name, part in value.items()}
@@ -180,8 +181,8 @@ def _is_masked(value: Any, key: str) -> bool:
 
 
 def learn(*tables: Mapping[str, Any]) -> None:
-    """Collect the secrets in these tables (the environment, or a job), so that ``masked_text`` masks them in this
-    process."""
+    """Collect the secrets in ``tables`` (the environment, or a job), so that ``masked_text`` masks these secrets in
+    this process."""
     for table in tables:
         for secret in secrets_in(table):
             if not secret.isalpha() and not ("/" in secret and exists(secret)):
@@ -189,7 +190,7 @@ def learn(*tables: Mapping[str, Any]) -> None:
 
 
 def learn_secret(secret: str) -> None:
-    """Make ``masked_text`` mask ``secret``, whatever its name is."""
+    """Make ``masked_text`` mask ``secret``, unless it is shorter than 8 characters."""
     if len(secret) >= _SHORTEST:
         _known.add(secret)
 
@@ -252,8 +253,8 @@ def _masked(value: Any, key: str, is_own: bool, mask: Mask, mask_part: Mask) -> 
 
 
 def _in_text(text: str, mask: Mask, mask_alike: Mask) -> str:
-    """Mask secrets in URLs, headers and ``NAME=value`` pairs in ``text`` with ``mask``, and values that only look like
-    secrets with ``mask_alike``."""
+    """Return ``text`` with secrets in URLs, headers and ``NAME=value`` pairs replaced by ``mask``, and values that only
+    look like secrets replaced by ``mask_alike``."""
     if "\n" not in text and (header := _HEADER.fullmatch(text)) and is_secret(header[2]):
         return header[1] + mask(header[3])
     if "@" in text:

@@ -1,6 +1,6 @@
 """Formatting of numbers, durations and times for people.
 
-``commands/view/format.js`` does the same on the page; ``tests/page/formats.json`` holds cases for both.
+``commands/view/format.js`` formats in the same way on the page; ``tests/page/formats.json`` holds test cases for both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def short_count(value: int) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """Format a share. Only none is ``0.0 %`` and only all is ``100.0 %``."""
+    """Format ``part`` of ``whole`` in percent. ``0.0 %`` is returned only if ``part`` is 0, and ``100.0 %`` only if it
+    equals ``whole``. Return "" if ``whole`` is 0."""
     if not whole:
         return ""
     text = str(_fixed(100 * part / whole, 1))
@@ -47,7 +48,8 @@ def duration(seconds: float) -> str:
 
 
 def _whole(value: float) -> int:
-    """Round half up, as the page's script does; ``round`` rounds half to even."""
+    """Return ``value`` rounded, with half rounded up as in the page's script. Python's ``round`` rounds half to
+    even."""
     return math.floor(value + 0.5)
 
 
@@ -61,8 +63,8 @@ def _digits(value: float, digits: int) -> str:
 
 
 def when(stamp: str | None, until: str | None = None) -> str:
-    """Format a time, for example ``21 November 2026, 01:02 UTC``. With ``until``, format the range; a shared day is
-    written once."""
+    """Format a time, for example ``21 November 2026, 01:02 UTC``. With ``until``, format the range of the two times; if
+    both are on the same day, the day is written once. Return "" if a time is missing or invalid."""
     try:
         moment = datetime.fromisoformat(stamp or "").astimezone(UTC)
         end = datetime.fromisoformat(until).astimezone(UTC) if until else moment

@@ -24,8 +24,8 @@ _PATTERNS = {
 
 
 class _Place(NamedTuple):
-    """A key of a job: its dotted parts, the type and limits of its value, and the known keys of the table that contains
-    it."""
+    """A key of a job. ``location``: the key's dotted parts. ``annotation`` and ``limits``: the type and the limits of
+    its value. ``known``: the valid keys of the table that contains this key."""
 
     location: tuple[Any, ...]
     annotation: Any
@@ -36,8 +36,9 @@ class _Place(NamedTuple):
 def problems_in(
     error: ValidationError, table: Model, values: Any, unknown: str = "unknown key"
 ) -> list[str]:
-    """Return one line per wrong key of ``values``, a table that pydantic refused as a ``table``. Pydantic reports an
-    error for every member of a union; only the first per key is kept. ``unknown``: the text for an unknown key."""
+    """Return one line per wrong key of ``values``, which pydantic refused with ``error`` as a ``table``. Pydantic
+    reports an error for every member of a union; only the first error per key is used. ``unknown``: the message for an
+    unknown key."""
     lines: dict[tuple[Any, ...], str] = {}
     for detail in error.errors(include_url=False):
         place = _place(table, detail["loc"])
@@ -54,8 +55,8 @@ def annotation_of(job: Model, parts: Iterable[Any]) -> Any:
 
 
 def homes_of(job: Model, key: str) -> list[str]:
-    """Return the dotted keys of top-level tables, and of parameters in them, whose last part is ``key``, to suggest
-    where a misplaced key belongs."""
+    """Return the dotted keys whose last part is ``key``: keys of top-level tables, and parameters of extractors and
+    scorers. Messages use them to suggest where a misplaced key belongs."""
     homes = []
     for name, field in job.model_fields.items():
         fields = {} if (table := _table_in(field.annotation)) is None else table.model_fields
@@ -98,7 +99,7 @@ def in_words(annotation: Any, limits: Iterable[Any] = ()) -> str:
 
 
 def _member(part: Any) -> list[str]:
-    """Return the words for one member of a union type, for example "whole number". ``None`` gives no words."""
+    """Return the words for one member of a union type, for example "whole number"; [] for the type ``None``."""
     if part is bool:
         return ["true", "false"]
     return [] if part is NoneType else [in_words(part)]
@@ -124,7 +125,8 @@ def _either(choices: list[str]) -> str:
 
 
 def _place(job: Model, parts: Iterable[Any]) -> _Place:
-    """Return the key whose dotted parts are ``parts``. Skips the names of union members that pydantic inserts."""
+    """Return the key whose dotted parts are ``parts``. Parts that pydantic inserts for members of a union are
+    skipped."""
     place = _Place((), job)
     for part in parts:
         if (table := _table_in(place.annotation)) is not None:
@@ -139,7 +141,7 @@ def _place(job: Model, parts: Iterable[Any]) -> _Place:
 
 
 def _table_in(annotation: Any) -> Model | None:
-    """Return the table class in ``annotation``, also inside a union; None if the value is not a single table."""
+    """Return the table class in ``annotation``, which may be a union; None if the value is not a single table."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (list, dict):
@@ -148,7 +150,8 @@ def _table_in(annotation: Any) -> Model | None:
 
 
 def _seam_in(parts: Iterable[Any]) -> Seam | None:
-    """Return the seam whose names are the keys of a dict, from its type, also inside a union."""
+    """Return the extension point (``Seam``) in the type ``parts`` of a dict whose keys are names of implementations;
+    None if the type has none."""
     for part in parts:
         found = part if isinstance(part, Seam) else _seam_in(get_args(part))
         if found is not None:
@@ -157,7 +160,7 @@ def _seam_in(parts: Iterable[Any]) -> Seam | None:
 
 
 def _entry(annotation: Any) -> Any:
-    """Return the value type of a list or dict, also inside a union; None for other types."""
+    """Return the type of the values in ``annotation``, a list or dict or a union with one; None for other types."""
     for part in (annotation, *get_args(annotation)):
         if get_origin(part) in (list, dict):
             return get_args(part)[-1]
@@ -165,8 +168,8 @@ def _entry(annotation: Any) -> Any:
 
 
 def _with_name_of_step(location: tuple[Any, ...], values: Any) -> tuple[Any, ...]:
-    """Replace the index of a step in ``location`` with the step's name, if its name is valid. Users know steps by
-    name."""
+    """Replace the index of a step in ``location`` with the step's name if the name is valid, because users know steps
+    by name."""
     match location:
         case ("steps", int(number), *rest) if isinstance(step := values["steps"][number], Mapping):
             if isinstance(name := step.get("name"), str) and name.isidentifier():
@@ -175,7 +178,7 @@ def _with_name_of_step(location: tuple[Any, ...], values: Any) -> tuple[Any, ...
 
 
 def _printed(part: Any) -> str:
-    """Return one part of a key with control characters escaped, so that a message stays on one line."""
+    """Return ``part`` of a key as text with control characters escaped, so that a message stays on one line."""
     text = str(part)
     return text if text.isprintable() else repr(text)[1:-1]
 
@@ -208,8 +211,8 @@ def _problem(detail: Mapping[str, Any], place: _Place, table: Model, unknown: st
 
 
 def _hint(place: _Place, found: Any, table: Model) -> str:
-    """Return a suggestion for the unknown key at ``place``, whose value is ``found``: a similar name, the table it
-    belongs to, or the known keys."""
+    """Return a suggestion for the unknown key at ``place``, whose value is ``found``: a similar name, the table that
+    has such a key, or the known keys."""
     *tables, key = map(str, place.location)
     if (here := called_here(key, ".".join(tables))) is not None:
         return f"; did you mean {here!r}?"

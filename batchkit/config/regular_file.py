@@ -1,5 +1,5 @@
-"""Functions that open regular files only. A pipe would block, a device may never end, and a huge file may be
-given where a small one is expected."""
+"""Functions that open regular files only, because reading a pipe may block and reading a device may never end. The size
+of a file that is read as a whole is limited."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
-# Safe for a text that may not be a path: these return False for a name that is too long or a folder without
-# search permission, where Path's methods raise.
+# Safe for a text that may not be a path: if the name is too long, or a folder has no search permission, these functions
+# return False, while Path's methods raise.
 exists, is_file, is_dir = os.path.exists, os.path.isfile, os.path.isdir
 
 
@@ -50,7 +50,8 @@ def open_regular(path: str | Path) -> io.FileIO:
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a file. Raises OSError like ``open_regular``, or if it has more than ``most`` bytes."""
+    """Return the content of a file. Raises OSError like ``open_regular``, or if the file has more than ``most``
+    bytes."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             reason = f"it has {size:,} bytes; the maximum is {most:,}"

@@ -1,9 +1,9 @@
 """Extension points: readers, engines, extractors, scorers, predictions and exports.
 
-Each extension point is one table of names, next to the built-in implementations. Its values are lazy
-``"module:Name"`` or ``"module"`` strings. The choices in the job file, its documentation, and the input suffixes
-are derived from these tables. Installed packages add to them with entry points; ``export`` gets a flag for
-each added export. docs/plugins.md describes each extension point.
+Each extension point has one dict of built-in implementations by name. Its values are lazy ``"module:Name"`` or
+``"module"`` strings. The choices in the job file, its documentation, and the input suffixes are derived from these
+dicts. Installed packages add implementations with entry points; ``batchkit export`` gets a flag for each added export.
+docs/plugins.md describes each extension point.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Seam(NamedTuple):
     """One extension point. Its names are the built-in ones, then those of installed packages (entry points).
 
     ``name``: the entry point group is ``batchkit.NAME``. ``table``: ``"module:NAME"`` of the dict of built-in
-    implementations. ``also``: further values that the job file accepts for this key, without an implementation here.
-    ``beside``: another extension point whose names this key accepts, too. ``is_list``: the key takes a list of names.
+    implementations. ``also``: further values that the key in the job file accepts, without an implementation.
+    ``beside``: another extension point whose names the key accepts, too. ``is_list``: the key takes a list of names.
     Entry points are read only if a name is not built in, or to list all names.
     """
 
@@ -40,7 +40,7 @@ class Seam(NamedTuple):
 
     @property
     def built_in(self) -> Mapping[str, Any]:
-        """The table of built-in implementations: ``"module:Name"`` by name."""
+        """The built-in implementations: ``"module:Name"`` by name."""
         table: Mapping[str, Any] = found_at(self.table)
         return table
 
@@ -77,7 +77,7 @@ class Seam(NamedTuple):
         """Import and return the implementation called ``name``.
 
         Raises:
-            JobError: Another package provides it, and importing it fails.
+            JobError: Another package provides the implementation, and importing it fails.
         """
         if name in self.built_in:
             return found_at(self.built_in[name])
@@ -92,11 +92,11 @@ class Seam(NamedTuple):
             ) from error
 
     def parameters(self, name: str) -> type[BaseModel]:
-        """Return a model of the parameters that ``name`` takes in the job file: the keyword-only parameters of its
-        function, which is the implementation itself, its ``find`` or its ``score``.
+        """Return a pydantic model of the parameters that ``name`` takes in the job file. They are the keyword-only
+        parameters of the implementation or, if it has a method ``find`` or ``score``, of this method.
 
         Raises:
-            JobError: Another package provides it, and importing it fails.
+            JobError: Another package provides the implementation, and importing it fails.
         """
         if self.beside is not None and name not in self.built_in and self.beside.has(name):
             return self.beside.parameters(name)
@@ -104,7 +104,7 @@ class Seam(NamedTuple):
         return _keywords(getattr(found, "find", getattr(found, "score", found)))
 
     def check(self, name: str) -> str:
-        """Return ``name`` if it is valid; pydantic calls this for keys of the job.
+        """Return ``name`` unchanged if it is valid. Pydantic calls this to validate keys of the job.
 
         Raises:
             ValueError: No implementation has this name.
@@ -163,7 +163,7 @@ def found_at(target: str) -> Any:
 
 @lru_cache
 def _keywords(function: Callable[..., Any]) -> type[BaseModel]:
-    """Return a model of the keyword-only parameters of ``function``, with their types and defaults."""
+    """Return a pydantic model of the keyword-only parameters of ``function``, with their types and defaults."""
     fields: dict[str, Any] = {
         name: (
             Any if one.annotation is one.empty else one.annotation,

@@ -1,5 +1,5 @@
-"""Commands that start a server (``[engine.server]``): checked when the job is read, filled in when the server
-starts."""
+"""Commands that start a server (``[engine.server]``). A command is checked when the job is read; ``{port}`` and
+``{host}`` are filled in when the server starts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SPEED_ONLY = frozenset(
 _SPEED_FLAGS = frozenset(  # options of the same kind that take no value
     ["--mlock", "--no-mmap", "--no-webui", "--no-ui", "--enforce-eager", "--no-enforce-eager"]
 )
-# Options with a file or folder that affects the answers. Other options name logs, caches and keys.
+# Options whose file or folder affects the answers. Files of other options (logs, caches, keys) do not.
 _NAMES_FILE = re.compile(
     r"-m|-mm|-jf|--[\w-]*(?:model|lora|mmproj|template|tokenizer|grammar|schema|config|vector)[\w-]*"
 )
@@ -80,8 +80,8 @@ def check_command(command: str) -> str:
 
 
 def _names_a_secret(word: str) -> str | None:
-    """Return the part of ``word`` that gives a secret, with the secret masked: an option, ``NAME=value``, a header or a
-    URL. Return None if there is none."""
+    """Return the part of ``word`` that contains a secret, with the secret masked: an option, ``NAME=value``, a header
+    or a URL. Return None if no part does."""
     if word.startswith("-") and is_secret(word.partition("=")[0].lstrip("-")):
         return word.partition("=")[0]
     parts = [word, *word.split()]  # a shell command in quotes (sh -c '…') is one word
@@ -99,8 +99,8 @@ def words_of(command: str, *, port: int) -> list[str]:
 def llama_server(
     model: str, *, max_model_len: int, max_num_seqs: int, task: str = "generate"
 ) -> str:
-    """Return the ``llama-server`` command that serves a ``.gguf`` file. All ``-np`` slots share the context length
-    ``-c``. Texts to embed or score must fit into one physical batch (``-ub``)."""
+    """Return the ``llama-server`` command that serves the ``.gguf`` file ``model``. The context length ``-c`` is
+    divided among all ``-np`` slots. Texts to embed or score must fit into one physical batch (``-ub``)."""
     batch = f"-b {max_model_len} -ub {max_model_len}"
     pooling = {"embed": f"--embedding {batch} ", "score": f"--reranking {batch} "}
     return (
@@ -110,8 +110,8 @@ def llama_server(
 
 
 def what_decides_answers(command: str) -> list[str]:
-    """Return the command's words without options that only change speed or address. If these words change, answers may
-    change, so a run is not resumed."""
+    """Return the command's words without options that change only speed or address. If the remaining words change,
+    answers may change, so a run is not resumed."""
     return list(_without_speed(shlex.split(command)))
 
 
@@ -129,7 +129,8 @@ def files_named(command: str) -> Iterator[str]:
 
 
 def _words_within(command: str) -> Iterator[str]:
-    """Yield the command's words. A quoted shell command is one word; it is followed by the words in it."""
+    """Yield the command's words. After a word that contains spaces (a quoted shell command), also yield the words in
+    it."""
     for word in shlex.split(command):
         yield word
         if len(parts := word.split()) > 1:

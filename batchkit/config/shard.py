@@ -1,4 +1,4 @@
-"""A fixed share of the input's rows, for jobs that run in parallel without coordination."""
+"""Shards: fixed fractions of the input's rows, for jobs that run in parallel without coordination."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _SLURM = {  # variable name -> value if it is not set; None means required
 
 
 class Shard(NamedTuple):
-    """Share ``number`` (from 0) of ``of`` shares; written ``number/of``.
+    """Shard ``number`` (from 0) of ``of`` shards, written ``number/of``. It holds about one row in ``of``.
 
-    A hash of the row's id (``Row.id``; the index if the job names no id) decides its shard. A row is
-    therefore in the same shard in every run, wherever it is in the input.
+    A hash of the row's id decides its shard. (The id is ``Row.id``, which is the row's index if the job sets no
+    ``input.id``.) A row with an id of its own is therefore in the same shard in every run, at any position in the
+    input.
     """
 
     number: int
@@ -62,7 +63,8 @@ def asked_for(text: str, environ: Mapping[str, str]) -> Shard:
     """Return the shard that ``--shard`` selects: ``I/N``, or ``auto`` for this task of a SLURM job array.
 
     Raises:
-        JobError: ``text`` is not a shard, or with ``auto`` the variables in ``environ`` are missing or irregular.
+        JobError: ``text`` is not a shard; or it is ``auto``, and SLURM's variables are missing in ``environ``, or
+            describe no regular job array.
     """
     if text == "auto":
         return _of_slurm(environ)

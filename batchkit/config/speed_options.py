@@ -25,4 +25,5 @@ SPEED_OPTIONS = (
         "worker_cls",
     ),
 )
-"""A run may be resumed with other values of these options. Without ``--allow-changes``, ``tune`` tries no others."""
+"""A run may be resumed with other values of these options. Without ``--allow-changes``, ``tune`` tries only these
+options."""

@@ -56,8 +56,8 @@ NAMES = {
     "batchkit validate": "check test",
     "batchkit view": "ui dashboard",
 }
-"""batchkit's name (a dotted key of the job file, an option, a template filter, a command) and the names in other
-tools. A dotted key is also found by its last part alone. docs/job-file.md prints this table."""
+"""The names that other tools use, by batchkit's name: a dotted key of the job file, an option, a template filter, or a
+command. The last part of a dotted key is found, too. docs/job-file.md prints this table."""
 ELSEWHERE = {key.rpartition(".")[2]: key for key in NAMES if "." in key} | {
     name: here for here, names in NAMES.items() for name in names.split()
 }
@@ -65,8 +65,9 @@ ELSEWHERE = {key.rpartition(".")[2]: key for key in NAMES if "." in key} | {
 
 def called_here(name: str, table: str = "", kind: str = ".") -> str | None:
     """Return batchkit's name for a setting or command that another tool calls ``name``, or None if there is none.
+    ``table``: the table that contains the unknown key; a result in the same table is returned without the table's name.
     ``kind``: text that the result must contain: ``.`` for a key of the job, ``--`` for an option, ``|`` for a template
-    filter, ``batchkit`` for a command. A key in ``table`` is returned without the table's name."""
+    filter, ``batchkit`` for a command."""
     below = f"{table}." if table else ""
     here = ELSEWHERE.get(f"{below}{name}") or ELSEWHERE.get(name) or ""
     return here.removeprefix(below) if kind in here and here != f"{below}{name}" else None

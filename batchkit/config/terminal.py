@@ -16,8 +16,8 @@ MAX_LINE, MAX_MESSAGE = (
 
 
 def bounded(message: str) -> str:
-    """Shorten a message: cut the middle out of each line that is too long, then out of the whole message if
-    necessary."""
+    """Return ``message`` with the middle of each line over ``MAX_LINE`` characters cut out, then the middle of the
+    whole message if it is over ``MAX_MESSAGE``."""
     if len(message) > MAX_LINE:
         message = "\n".join(_cut(line, MAX_LINE) for line in message.split("\n"))
     return _cut(message, MAX_MESSAGE)
@@ -31,12 +31,13 @@ def _cut(text: str, most: int) -> str:
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """Cut ``text`` after ``most`` characters and end it with ``…`` if it is longer."""
+    """Return ``text``. If it is longer than ``most`` characters, it is cut to this length and ends with ``…``."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def cut_in_the_middle(text: str, most: int) -> str:
-    """Replace the middle of a long ``text`` with a note that gives the number of characters left out."""
+    """Return ``text``. If it is longer than ``most`` characters, a note with the number of characters left out replaces
+    its middle."""
     if len(text) <= most:
         return text
     half = max(1, most // 2)
@@ -44,9 +45,9 @@ def cut_in_the_middle(text: str, most: int) -> str:
 
 
 def plain(text: str) -> str:
-    r"""Escape every character in ``text`` that could control a terminal, for example as ``\u001b``.
+    r"""Return ``text`` with every character that could control a terminal escaped, for example as ``\u001b``.
 
-    Rows, answers and server messages pass through here before they are printed. JSON keeps its meaning,
-    because these characters can only occur inside its strings.
+    Rows, answers and server messages are printed only after this. JSON text keeps its meaning, because these characters
+    can occur only inside its strings.
     """
     return _ACTS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -1,6 +1,7 @@
-"""Definitions of the functions that a model may call (``tools``), and which of them it must call (``tool_choice``).
+"""Definitions of the functions that a model can call (``tools``), and the choice of the function that it must call
+(``tool_choice``).
 
-Both have OpenAI's format: https://platform.openai.com/docs/api-reference/chat/create.
+Both use OpenAI's format: https://platform.openai.com/docs/api-reference/chat/create.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _TOOLS = TypeAdapter(Annotated[list[_Tool], Field(min_length=1)])
 
 
 def check_tools(tools: Any) -> None:
-    """Raise ValueError with the path in the list and the problem if ``tools`` do not have OpenAI's format."""
+    """Raise ValueError if ``tools`` is not a list of definitions in OpenAI's format, or a name is defined twice. The
+    message names the wrong entry and the problem."""
     try:
         names = [tool.function.name for tool in _TOOLS.validate_python(tools)]
     except ValidationError as error:

@@ -14,17 +14,18 @@ _ELSEWHERE = (
     "local",
     "http",
     "https",
-)  # local folders, and hosts that media.allow_urls lists
+)  # not read through fsspec: local folders, and hosts of media.allow_urls
 _IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # installed by the extra `remote`
 
-_QUERY = re.compile(r"\?\S*=\S*")  # some libraries print a URL without its host
+_QUERY = re.compile(r"\?\S*=\S*")  # also matches a URL that a library prints without its host
 _MASKED = re.compile(
     r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?[^/]*" + re.escape(MASK) + "@", re.IGNORECASE
 )
 
 
 def is_remote(path: str) -> bool:
-    """Return True if files below ``path`` are read through fsspec, False if ``path`` is a local folder."""
+    """Return True if files below ``path`` are read through fsspec; False if ``path`` is a local folder or an http(s)
+    URL."""
     scheme, separator, _ = path.partition("://")
     return bool(separator) and scheme.lower() not in _ELSEWHERE
 
@@ -45,7 +46,8 @@ def bare(url: str) -> str:
 
 
 def failure(error: Exception, url: str) -> str:
-    """Return why fsspec cannot read ``url``, and how to install a missing package. The text holds no secrets."""
+    """Return the reason for ``error`` of fsspec about ``url``; for a missing package, also the command that installs
+    it. The text contains no secrets."""
     if (
         error.__cause__ is not None and str(error) and str(error) in url
     ):  # it only repeats the file name

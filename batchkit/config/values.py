@@ -1,4 +1,4 @@
-"""Checks that apply to every value of a job, whatever its key: batchkit must be able to write and compare it."""
+"""Checks for all values of a job, because batchkit must be able to write each value to a file and compare it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import orjson
 MAX_DEPTH = 100  # levels of nested tables and lists; the TOML and JSON writers fail at about 250
 _MAX_COMMAND = 16_384  # characters; shlex needs seconds for a million characters
 _BITS = 64  # the limit of TOML's integers, and of the JSON writer
-# Tables that accept any key, at least in part. TOML has no null, so a key without a value is left out
-# of the file. This changes nothing for an option, but it would change these tables.
+# Tables in which the user chooses the keys. TOML has no null, so a key whose value is None is left out of the file.
+# For other keys None means the default, so nothing changes; in these tables the key would be lost.
 _FREE_FORM = (
     ("vars",),
     ("input", "where"),
@@ -44,7 +44,8 @@ def check_values(table: Mapping[str, Any]) -> None:
 
 
 def from_json(value: Any) -> Any:
-    """Return the value of a JSON text, or None if it is invalid. A ``value`` that is no text is returned unchanged."""
+    """Return the value of the JSON text ``value``, or None if the JSON is invalid. A ``value`` that is not a text is
+    returned unchanged."""
     try:
         return orjson.loads(value) if isinstance(value, str) else value
     except orjson.JSONDecodeError:
@@ -65,7 +66,7 @@ def split_command(command: str) -> list[str]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason why a parser failed, in words that a user understands."""
+    """Return why a parser failed with ``error``, in words that a user understands."""
     if isinstance(error, RecursionError | MemoryError):
         return "nested too deeply"
     if isinstance(error, ValueError) and "integer string conversion" in str(error):

@@ -1,4 +1,4 @@
-"""Variants of a job: the same job with some keys changed. Each variant is a run of its own.
+"""Variants of a job: the same job with some keys changed. Each variant is a separate run.
 
 A variant comes from a ``[[variant]]`` table of the job file, or from ``--vary KEY=A,B``. Several ``--vary`` options,
 and ``[[variant]]`` tables together with them, give all combinations.
@@ -33,7 +33,7 @@ _LONGEST_NAME, _LONGEST_NAMES = 40, 200  # characters; a file name may have 255
 
 
 class Variant(NamedTuple):
-    """A name, and the settings by dotted key that replace those of the job."""
+    """A variant of a job. ``settings``: the values that replace the job's values, by dotted key."""
 
     name: str
     settings: Mapping[str, Any]
@@ -48,10 +48,9 @@ def load_variants(
 ) -> list[JobConfig]:
     """Return the job of each variant, or an empty list if the job file and ``vary`` define none.
 
-    ``folder``: the run folder of the job; the run folder of a variant is inside it, and has the variant's name.
-    ``vary`` has texts like ``sampling.temperature=0,0.7``. ``overrides`` and ``given`` apply to all variants (see
-    ``load_job``). If a variant has another ``engine.kind`` than the job, it keeps only ``engine.model`` of the job's
-    ``[engine]``.
+    ``folder``: the run folder of the job. The run folder of each variant is inside this folder and has the variant's
+    name. ``vary`` has texts like ``sampling.temperature=0,0.7``. ``overrides`` and ``given`` apply to all variants (see
+    ``load_job``). If a variant changes ``engine.kind``, it keeps only ``model`` of the job's ``[engine]``.
 
     Raises:
         JobError: The job or a variant is invalid; the message names the variant.
@@ -118,7 +117,7 @@ def _in_file(tables: Any, origin: str) -> list[Variant]:
 
 
 def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of everything in ``table`` that is not a table."""
+    """Yield the dotted key and the value of each entry in ``table``, at any depth, that is not a table."""
     for name, value in table.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -147,12 +146,14 @@ def _alternatives(text: str) -> list[Variant]:
 
 
 def variant_name(settings: Mapping[str, Any]) -> str:
-    """Return the name of a variant with these settings, which have short values; ``default`` if there are none."""
+    """Return a name for a variant with ``settings``, for example ``temperature-0.7``. Long values are left out. Return
+    ``default`` if nothing is left."""
     named = (_named(key.rpartition(".")[2], value) for key, value in settings.items())
     return "_".join(filter(None, named))[:_LONGEST_NAMES] or "default"
 
 
 def _named(key: str, value: Any) -> str:
-    """Return a name for ``key`` with ``value``; "" if the value is too long for a name."""
+    """Return a name for ``key`` with ``value``, for example ``top_p-0.9``; "" if the value is empty or too long for a
+    name."""
     word = re.sub(r"[^A-Za-z0-9._]+", "-", str(value)).strip("-.")
     return f"{key}-{word}" if 0 < len(word) <= _LONGEST_NAME else ""

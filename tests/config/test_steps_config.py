@@ -201,7 +201,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             "scoring": {"extract": "number"},
             "retry": {"reask": 1, "reask_note": "x"},
         },
-        "retry.reask: a rollout function does this itself; leave it out with [rollout]",
+        "retry.reask: has no effect with [rollout]; leave it out, and do this in the function",
     ),
 ]
 

@@ -348,7 +348,7 @@ def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers(
         (
             MAJORITY,
             {"scoring": {"extract": "number"}, "rollout": {"function": "a:b"}},
-            "[select]: a rollout function does this itself",
+            "[select]: has no effect with [rollout]",
         ),
     ],
     ids=str,

@@ -45,10 +45,10 @@ class ServerTable(Table):
     127.0.0.1. batchkit runs it without a shell. The server gets the run's environment; put keys there. A key in the
     command is refused."""
     health: Free[str] = Field("/health", pattern="^/")
-    """Path that answers with success once the server is ready. If the server has none, batchkit asks for its
-    models."""
+    """Path for the health check. The server is ready once it lists its models and this path returns a status below
+    500."""
     start_timeout_s: Free[PositiveSeconds] = 600.0
-    """Maximum time until the server is ready, in seconds. After it, the run stops and prints the server's last
+    """Maximum time until the server is ready, in seconds. After this time, the run stops and prints the server's last
     output."""
 
 
@@ -74,28 +74,29 @@ class EngineTable(Table):
     fails with `server` and is not retried. Text of 100,000 tokens needs less than 1 MB; with 20 logprobs per token
     about 100 MB."""
     options: Identity[dict[str, Any]] = Field({})
-    """Options of the engine. With `vllm`, any option of `vllm.LLM`; vLLM's own classes check them. With
-    `transformers`: `max_num_seqs` (rows per batch, default 8; halved when memory runs out), `shrink_on_oom` (`false`
-    restarts the engine instead), `dtype`, `device_map`, `attn_implementation`, `max_model_len`, `revision`,
-    `trust_remote_code`, `chat_template`, `mm_processor_kwargs`. With `openai-server`: `max_num_seqs` (concurrent
-    requests, default 32), `give_up_s` (seconds that the server may be unreachable before the run stops, default 300),
-    `max_model_len` (tokens of prompt and answer together, if the server does not report it), `extra_body` (fields to
-    add to or replace in each request body) and `drop` (fields to leave out of it)."""
+    """Options of the engine. With `vllm`, any option of `vllm.LLM`; vLLM's own classes check them. With `transformers`:
+    `max_num_seqs` (rows per batch, default 8; halved when memory runs out), `shrink_on_oom` (with `false`, the engine
+    is restarted when memory runs out, and the batch is not halved), `dtype`, `device_map`, `attn_implementation`,
+    `max_model_len`, `revision`, `trust_remote_code`, `chat_template`, `mm_processor_kwargs`. With `openai-server`:
+    `max_num_seqs` (concurrent requests, default 32), `give_up_s` (seconds that the server may be unreachable before the
+    run stops, default 300), `max_model_len` (tokens of prompt and answer together, if the server does not report it),
+    `extra_body` (fields to add to or replace in each request body) and `drop` (fields to leave out of it)."""
     reasoning_parser: Identity[str | None] = None
-    """Name of vLLM's parser for the model's reasoning, as in `vllm serve --reasoning-parser`, for example `qwen3`.
-    The record then holds the reasoning as `reasoning` and the answer alone as `text`. `transformers` needs vLLM
-    installed for it. A server parses its answers itself."""
+    """Name of vLLM's parser for the model's reasoning, as in `vllm serve --reasoning-parser`, for example `qwen3`. The
+    record then holds the reasoning as `reasoning` and the answer alone as `text`. `transformers` needs vLLM installed
+    for it. With `openai-server`, the server parses its answers itself."""
     tool_call_parser: Identity[str | None] = None
     """Name of vLLM's parser for tool calls, as in `vllm serve --tool-call-parser`, for example `hermes`. The record
     then holds the calls as `tool_calls`, in OpenAI's format."""
     in_process: Free[bool] = False
     """Run the engine inside batchkit's own process, for debugging. A crash of the engine then ends the run."""
     lora: Identity[str | None] = None
-    """Folder of a LoRA adapter that is used for every row. It sets `enable_lora`. `transformers` needs peft for it."""
+    """Folder of a LoRA adapter that is used for every row. batchkit then sets `enable_lora`. `transformers` needs the
+    package peft for it."""
     loras: Identity[dict[str, Annotated[str, Field(min_length=1)]]] = Field({})
-    """LoRA adapters by name, for example `legal = "adapters/legal"` in `[engine.loras]`. Each is a folder or a name
-    on the hub. `prompt.lora` selects one per row. Only with `vllm`. `max_loras`, `max_lora_rank` and `max_cpu_loras`
-    are derived from them unless `engine.options` sets them."""
+    """LoRA adapters by name, for example `legal = "adapters/legal"` in `[engine.loras]`. Each adapter is a folder or a
+    name on the hub. `prompt.lora` selects one per row. Only with `vllm`. `max_loras`, `max_lora_rank` and
+    `max_cpu_loras` are derived from the adapters unless `engine.options` sets them."""
 
     @property
     def model_source(self) -> str:
@@ -171,7 +172,7 @@ class SamplingTable(Table):
     """Sampling parameters. Any parameter of `vllm.SamplingParams` may be used. A number may come from a column:
     `temperature = "{{ t }}"`. `structured_outputs = { json = "schema.json" }` reads a JSON schema from that file.
 
-    `transformers` supports the parameters that choose tokens and end a text, and refuses the others.
+    `transformers` supports the parameters that choose tokens and end a text, and refuses all other parameters.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)

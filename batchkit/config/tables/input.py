@@ -32,21 +32,22 @@ class InputTable(Table):
 
     path: Free[str | None] = None
     """File, glob pattern, folder of images, clips or PDFs, run folder, or fsspec URL (`s3://`, `hf://`). A relative
-    path is looked up beside the job file, then in the working directory. It may contain `{{ name }}` from `[vars]`.
-    The signature of a URL is used but not stored: to resume from the run folder alone, pass `--set input.path=…`
-    again. Put passwords into the environment."""
+    path is looked up beside the job file, then in the working directory. It may contain `{{ name }}` from `[vars]`. A
+    signature in a URL's query is used but not stored: to resume from the run folder alone, pass the complete URL again
+    with `--set input.path=…`. Put passwords into the environment."""
     format: Identity[FormatName] = "auto"
     """Format of the input. `auto` detects it from the file name. `files`: one row per file. `pdf`: one row per page.
     `run`: one row per answered row of another run, whose folder is `path`."""
     records: Identity[str | None] = None
     """JSON: dotted key of the list of rows. Excel: name of the sheet (the first sheet by default)."""
     separator: Identity[Literal[",", ";", "\t", "|"] | None] = None
-    """CSV: the character between cells. The default is a tab for `.tsv` and a comma otherwise; if line 1 has no
-    comma, a semicolon, a tab or `|`."""
+    """CSV: the character between cells. The default for `.tsv` is a tab. For other files, it is the first of comma,
+    semicolon, tab and `|` that line 1 contains."""
     id: Identity[str | None] = None
     """Field that identifies a row. The default is the row's index in the input (for files `path`, for PDF pages
-    `image`, for runs `id`). A row without the field fails and gets the id `no-id:INDEX`. Rows that need no id also
-    get such an id if they are read together with OpenAI batch files."""
+    `image`, for runs `id`). A row without the field fails and gets the id `no-id:INDEX`. If the input also has OpenAI
+    batch files, whose rows have ids, rows of its other files get the id `no-id:INDEX` instead of their index, and do
+    not fail."""
     where: Identity[dict[str, Any]] = Field({})
     """Keep only rows whose field equals the value or is in the list. Numbers, dates and booleans also match their
     text form."""
@@ -83,7 +84,7 @@ class InputTable(Table):
 
     @property
     def may_be_batch(self) -> bool:
-        """True if the rows may be lines for OpenAI's Batch API; the first line decides."""
+        """True if the rows may be lines for OpenAI's Batch API, as far as the format and the file name show."""
         if self.format == "auto":
             return self.path is not None and ".jsonl" in self.path.lower()
         return self.format == "openai-batch"
@@ -95,8 +96,8 @@ class InputTable(Table):
 
     @property
     def is_filtered(self) -> bool:
-        """True if rows may be left out by their content, so that the number of rows to run is unknown before all are
-        read."""
+        """True if rows may be left out because of their content or id. The number of rows to run is then unknown until
+        all rows are read."""
         return bool(self.where or self.shard or self.filled)
 
     def with_filled(self, columns: frozenset[str]) -> InputTable:
@@ -105,14 +106,15 @@ class InputTable(Table):
         return table
 
     def below(self, media_root: str) -> InputTable:
-        """Return a copy that knows ``media_root``, so that ``name_of_file`` can give paths relative to it."""
+        """Return a copy that stores ``media_root``, so that ``name_of_file`` can return paths relative to this
+        folder."""
         table = self.model_copy()
         table._media_root = media_root.rstrip("/")
         return table
 
     def name_of_file(self, path: str) -> str:
-        """Return the value of a row's ``path`` or ``image`` field for the file at ``path``. A file below ``media.root``
-        is named relative to it, because templates of ``prompt.images`` give paths below ``media.root``."""
+        """Return the value of a row's ``path`` or ``image`` field for the file at ``path``. For a file below
+        ``media.root``, the value is a path relative to ``media.root``, as templates of ``prompt.images`` need it."""
         if "://" in path:
             return path.removeprefix(f"{self._media_root}/")
         found, root = PurePath(os.path.normpath(path)), self._media_root
@@ -146,8 +148,8 @@ class InputTable(Table):
 
 
 class Variant(NamedTuple):
-    """One combination of ``input.cross`` values. ``fields``: the columns that it adds to a row; ``label``: its part of
-    the row's id."""
+    """One combination of ``input.cross`` values. ``fields``: the columns that it adds to a row, with their values;
+    ``label``: the text that it adds to the row's id."""
 
     fields: Mapping[str, Any]
     label: str
@@ -160,8 +162,8 @@ class Variant(NamedTuple):
 
 
 def variants(cross: Mapping[str, Sequence[Any]]) -> list[Variant]:
-    """Return all combinations of the values in ``cross``. Every input row is repeated once per combination, in this
-    order. Without values, return one variant that adds no column."""
+    """Return all combinations of the values in ``cross``. Every input row is repeated once per combination, in the
+    order of the list. If ``cross`` is empty, return one variant that adds no column."""
     labeled = [[*zip(values, _labels(values), strict=True)] for values in cross.values()]
     return [
         Variant(

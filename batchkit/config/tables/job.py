@@ -111,7 +111,8 @@ class JobConfig(Table):
 
     @property
     def is_trial(self) -> bool:
-        """True if this is a ``--dry-run`` copy of a job. Each such run replaces the run before it."""
+        """True if this is a ``--dry-run`` copy of a job. Each run of such a copy replaces the run folder of the
+        previous one."""
         return self.is_dry and self.name.endswith(_TRIAL)
 
     def as_trial(self) -> JobConfig:
@@ -189,8 +190,8 @@ class JobConfig(Table):
         return self.model_copy(update={"engine": self.engines[name]}) if name else self
 
     def of_step(self, step: StepTable) -> JobConfig:
-        """Return the job that ``step`` would be on its own: one generation per row, with the step's prompt, sampling,
-        engine, parsing and scoring."""
+        """Return ``step`` as a separate job: one generation per row, with the step's prompt, sampling, engine, parsing
+        and scoring."""
         given = {name: getattr(step.sampling, name) for name in step.sampling.model_fields_set}
         kwargs = {**self.prompt.chat_template_kwargs, **step.prompt.chat_template_kwargs}
         prompt = step.prompt.model_copy(update={"chat_template_kwargs": kwargs})
@@ -208,7 +209,8 @@ class JobConfig(Table):
 
     def of_each_step(self) -> Iterator[tuple[str, JobConfig]]:
         """Yield a pair for each step: the prefix of its keys in messages (``steps.draft.``), and its job from
-        ``of_step``. For a job without steps, yield "" and the job itself. Checks use this to treat both kinds alike."""
+        ``of_step``. For a job without steps, yield "" and the job itself. Checks use this, so that they need not treat
+        jobs with and without steps differently."""
         for step in self.steps:
             yield f"steps.{step.name}.", self.of_step(step)
         if not self.steps:
@@ -265,7 +267,8 @@ class JobConfig(Table):
     ) -> JobConfig:
         """Raise JobError with one line per problem: key, value found, value expected.
 
-        Keep it last in the class: a wrap validator only sees problems of validators defined before it.
+        Keep this validator last in the class, because a wrap validator sees only problems of validators defined before
+        it.
         """
         try:
             return handler(tables)
@@ -279,7 +282,7 @@ class JobConfig(Table):
 
 
 def _in_english(scorers: Parameters) -> Parameters:
-    """Return ``scorers`` with the English normalizer for error rates that set none."""
+    """Return ``scorers``, in which error rates without a normalizer get the English one."""
     return {
         name: {**its, "normalizer": "english"} if its.get("normalizer", "") is None else its
         for name, its in scorers.items()

@@ -38,8 +38,8 @@ _OF_PROMPT = (
 
 
 def misfits(job: JobConfig) -> list[str]:
-    """Return one message per key of ``job`` that contradicts other keys. The rules run in order, and the first one that
-    finds something ends the search: later rules rely on what earlier rules have checked."""
+    """Return one message per key of ``job`` that contradicts other keys. The rules run in order. The first rule that
+    finds a problem ends the search, because later rules rely on the checks of earlier ones."""
     rules = (
         _misfits_of_task,
         _misfits_of_steps,
@@ -153,7 +153,7 @@ def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
     used = {step.engine for step in job.steps} - {""}
     if (
         job.rollout is None and used <= job.engines.keys()
-    ):  # a function names its engines at run time
+    ):  # a rollout's function names its engines only at run time, so they can't be checked
         for name in job.engines.keys() - used:
             yield f"engines.{name}: no step uses it; set engine = {name!r} in a step, or leave it out"
     if job.steps and "steps" in job.vars:
@@ -162,7 +162,8 @@ def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
 
 
 def _misfits_of_rollout(job: JobConfig) -> Iterator[str]:
-    """Yield a message for each key that has no effect with a rollout, because the function does it itself."""
+    """Yield a message for each key that has no effect with a rollout, because the rollout's function controls its
+    requests itself."""
     of_function = {
         "retry.reask": job.retry.reask > 0,
         'retry.on_too_long = "truncate-middle"': job.retry.on_too_long == "truncate-middle",
@@ -172,7 +173,7 @@ def _misfits_of_rollout(job: JobConfig) -> Iterator[str]:
     }
     for key, is_set in of_function.items():
         if is_set:
-            yield f"{key}: a rollout function does this itself; leave it out with [rollout]"
+            yield f"{key}: has no effect with [rollout]; leave it out, and do this in the function"
 
 
 def _misfits_of_step(job: JobConfig, step: StepTable, *, is_first: bool) -> Iterator[str]:
@@ -217,8 +218,7 @@ def _misfits_of_select(job: JobConfig) -> Iterator[str]:
 
 
 def _scoring_for_select(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
-    """Yield the scoring settings that ``[select]`` uses, for each generation with several answers, after the name of
-    their table."""
+    """Yield (name of the table, scoring settings) that ``[select]`` uses, for each generation with several answers."""
     if not job.steps:
         yield "scoring", job.scoring
     for step in job.steps:
@@ -228,8 +228,8 @@ def _scoring_for_select(job: JobConfig) -> Iterator[tuple[str, ScoringTable]]:
 
 
 def _may_have_several(job: JobConfig) -> bool:
-    """Return True if a request may have ``n`` over 1: from the job, from the row's own parameters, or from a request
-    body that is the row."""
+    """Return True if a request may have ``n`` over 1. ``n`` comes from the job, from the row's own parameters, or, if
+    the row is a request body, from this body."""
     is_body = not (job.prompt.user or job.prompt.user_file)
     has_own = is_body or job.sampling.sampling_column is not None or "n" in job.sampling.templates
     return has_own or job.params().get("n", 1) != 1

@@ -1,7 +1,7 @@
 """The keys ``extract`` and ``scorers``: names of extractors and scorers, each with its parameters.
 
-The job file writes each as a name, or as a table ``{ NAME = { PARAMETER = VALUE } }``. The job holds a dict of all
-parameters, with their defaults, by name.
+In the job file, each one is a name, or a table ``{ NAME = { PARAMETER = VALUE } }``. In ``JobConfig``, the key is a
+dict: by name, the values of all parameters, including defaults.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Parameters = dict[str, dict[str, Any]]
 
 
 def _read(value: Any, seam: Seam) -> Parameters:
-    """Return the parameters of each name in ``value``, which is written as in the job file."""
+    """Return the parameters by name. ``value`` has the form of the job file."""
     entries = value if seam.is_list else [value]
     if not isinstance(entries, list):
         raise ValueError(f"found {shown(value)}, expected a list; write [{shown(value)}]")

@@ -39,8 +39,8 @@ class PromptTable(Table):
     """One template per video, written like `images`. `{{ video }}` marks its place. Videos without a mark are inserted
     before the text, after the images."""
     audios: Identity[list[str]] = Field([])
-    """One template per audio clip, written like `videos`. `{{ audio }}` marks its place. A video file gives its
-    sound."""
+    """One template per audio clip, written like `videos`. `{{ audio }}` marks its place. Of a video file, the sound is
+    used."""
     texts: Identity[dict[str, str]] = Field({})
     """Text files that templates can use, by name. Each value is a template of a path under `media.root`. A row fails
     if its file is missing."""
@@ -128,11 +128,11 @@ class MediaTable(Table):
     num_frames: Identity[PositiveInt] = 32
     """Number of frames taken from a video, evenly spaced from first to last. `max_pixels` applies to each frame."""
     fps: Identity[PositiveFloat | None] = None
-    """Frames taken per second of video, instead of a fixed `num_frames`."""
+    """Number of frames taken per second of video, instead of `num_frames` per video."""
     max_video_seconds: Free[PositiveFloat] = 3600
     """Maximum length of a video, in seconds. The rows of longer videos fail."""
     audio_sample_rate: Identity[PositiveInt] = 16000
-    """Sample rate that sound is resampled to, in Hz, mixed to one channel. Most models expect 16,000 Hz."""
+    """Sample rate in Hz. Sound is resampled to this rate and mixed to one channel. Most models expect 16,000 Hz."""
     max_audio_seconds: Free[PositiveFloat] = 7200
     """Maximum length of a sound, in seconds. The rows of longer sounds fail."""
     max_decode_bytes: Free[PositiveInt] = 2**30
@@ -144,7 +144,7 @@ class MediaTable(Table):
     def _ordered(self) -> MediaTable:
         if self.min_pixels > self.max_pixels:
             raise ValueError(
-                f"min_pixels {self.min_pixels} is over max_pixels {self.max_pixels}; lower the one or raise the other"
+                f"min_pixels {self.min_pixels} is over max_pixels {self.max_pixels}; lower min_pixels or raise max_pixels"
             )
         if self.fps is not None and "num_frames" in self.model_fields_set:
             raise ValueError("num_frames and fps are both given; keep one")

@@ -40,12 +40,13 @@ class RunTable(Table):
     checkpoint_interval_s: Free[PositiveSeconds] = 5.0
     """Seconds between checkpoints. A checkpoint syncs the log to disk (fsync) and then updates `checkpoint.json`."""
     fail_on_error: Free[bool | NonNegativeInt | Annotated[float, Field(ge=0, lt=1)]] = False
-    """When to stop the run because of failed rows: `true` at the first one; a fraction below 1 when that share of the
-    finished rows failed (from 20 rows on); an integer when more rows than that failed. `false` never stops."""
+    """When to stop the run because of failed rows. `true`: at the first failed row. An integer: when more rows than
+    this have failed. A number below 1: when more than this fraction of the rows finished or in progress have failed
+    (checked from 20 rows on). `false`: never."""
     check_rows: Free[NonNegativeInt] = 20
-    """Stop the run if this many first rows (or all rows of a smaller input) fail for the same reason, or lack a field
-    that the job uses. Rows that cannot be rendered are found before the model is loaded. 0 disables the check. A run
-    that already has an answer is not checked."""
+    """Number of first rows to check. The run stops if all of them fail for the same reason, or lack the same field that
+    the job uses. Rows that cannot be rendered are found before the model is loaded. 0 disables the check. A run that
+    already has an answer is not checked."""
     row_timeout_s: Free[PositiveSeconds] = 600.0
     """Seconds that a running row may wait for its next token, or for its prompt to be prepared. After that it is
     aborted with `timeout` and retried as `retry.attempts` allows. A row whose template takes longer fails with
@@ -57,13 +58,13 @@ class RunTable(Table):
     """Stop the run if the engine dies more often than this without any answer in between. 0 stops at the first death
     and tries no smaller settings."""
     max_host_gb: Free[PositiveFloat | None] = None
-    """Memory limit of the engine's process (or of the server that the run started), in GB. If it grows larger, it is
-    restarted between rows. By default there is no limit."""
+    """Memory limit of the engine's process (or of the server that the run started), in GB. A process that grows beyond
+    the limit is restarted between rows. By default there is no limit."""
     seed: Identity[int] = 0
     """Seed of the engine and of `run.sample`."""
     sample: Free[PositiveInt | None] = None
-    """Run only this number of rows, drawn at random from the input. Resuming without it runs the rest; resuming with a
-    larger number adds rows."""
+    """Run only this number of rows, drawn at random from the input. Resuming without this key runs the remaining rows;
+    resuming with a larger number adds rows."""
     metrics_port: Free[int | None] = Field(None, ge=1, le=65535)
     """Port for Prometheus metrics at `http://127.0.0.1:PORT/metrics`. Needs the extra `metrics`. By default no port is
     opened."""
@@ -80,8 +81,9 @@ class RunTable(Table):
         return command
 
     def of_part(self) -> RunTable:
-        """Return settings for a part of this run that has an engine of its own, for example a trial. A random sample,
-        hooks and the metrics port belong to the whole run and are left out."""
+        """Return the settings for a part of this run that has its own engine, for example a trial. The random sample,
+        the command at the end, the metrics port and ``fail_on_error`` are left out, because they belong to the whole
+        run."""
         ours = ("sample", "metrics_port", "on_end")
         return self.model_copy(update={"fail_on_error": False, **dict.fromkeys(ours)})
 
@@ -95,15 +97,15 @@ class WorkersTable(Table):
     """Address of the Ray cluster, as `ray.init` takes it. The default is `RAY_ADDRESS`; if that is not set either,
     batchkit starts Ray on this machine for the run."""
     gpus: Free[NonNegativeFloat | None] = None
-    """GPUs per worker; a fraction shares a GPU. The default is `tensor_parallel_size` × `pipeline_parallel_size`, or
-    0 if the cluster has no GPUs. It also applies without `count`: if it covers the GPUs of all `[engines]`, they
-    are loaded together (docs/engines.md)."""
+    """GPUs per worker; a fraction shares a GPU. The default is `tensor_parallel_size` × `pipeline_parallel_size`, or 0
+    if the cluster has no GPUs. It also applies without `count`: if this number covers the GPUs of all `[engines]`,
+    these engines are loaded at the same time (docs/engines.md)."""
     cpus: Free[PositiveFloat | None] = None
     """CPU cores and OpenMP threads per worker. The default is 1 with a GPU, otherwise an equal share of all cores."""
 
 
 class BudgetTable(Table):
-    """Limits after which a run stops by itself, and the prices that they use. The same command resumes the run."""
+    """Limits at which a run stops by itself, and the prices for `max_price`. A stopped run can be resumed."""
 
     max_seconds: Free[PositiveFloat | None] = None
     """Time budget of each start, in seconds, including loading. When it is used up, no new row starts, and running
@@ -145,8 +147,8 @@ class RetryTable(Table):
     attempts: Free[PositiveInt] = 2
     """Maximum number of attempts per row, including the first, for errors that may be temporary."""
     temperatures: Identity[list[Annotated[float, Field(ge=0)]] | None] = None
-    """Temperature of each attempt, in order. The last value applies to all further attempts. By default the row's
-    own."""
+    """Temperature of each attempt, in order. The last value applies to all further attempts. By default all attempts
+    use the row's own temperature."""
     backoff_s: Free[Seconds] = 0.0
     """Seconds before the second attempt. The delay doubles for each further attempt."""
     on_too_long: Identity[Literal["fail", "truncate-middle"]] = "fail"
@@ -186,8 +188,8 @@ class OutputTable(Table):
     choices: Identity[bool | None] = None
     """Store all `n` answers in the row's record. The default is true, unless `[select]` picks one."""
     replay: Free[Literal["strict", "fresh"]] = "strict"
-    """Handling of an interrupted row whose function now submits other requests than before: `strict` makes it
-    fail with `rollout`, `fresh` uses the new answers."""
+    """Handling of an interrupted row whose rollout function submits other requests than before the interruption.
+    `strict`: the row fails with `rollout`. `fresh`: the new requests are run and their answers used."""
     vector_dtype: Identity[Literal["float32", "float16"]] = "float32"
     """Number format of stored vectors, for `task = "embed"`, `"token_embed"` and `"token_classify"`."""
     export: Free[list[Annotated[str, AfterValidator(check_target)]]] = Field([])

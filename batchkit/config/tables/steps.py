@@ -77,7 +77,7 @@ class StepTable(Reading):
 
     @model_serializer(mode="wrap")
     def _without_sampling_of_job(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize the step without the sampling keys that it does not set. Written out, their defaults would override
+        """Serialize the step without the sampling keys that it does not set, because written defaults would override
         ``[sampling]`` when the file is read again."""
         given = self.sampling.model_dump(exclude_unset=True)
         found = {name: value for name, value in dump(self).items() if name != "sampling"}
@@ -104,6 +104,6 @@ class SelectTable(Table):
     the first answer with the highest score. `step`: the answer whose number, from 1, the step `select.step` returns;
     its templates see the texts as `candidates`, and its `extract` is `number` by default."""
     scorer: Identity[ScorerName | None] = None
-    """For `scorer`: name of a scorer in `scoring.scorers`. It may be left out if there is only one."""
+    """For `scorer`: name of a scorer in `scoring.scorers`. This key may be left out if there is only one scorer."""
     step: Identity[str | None] = None
     """For `step`: name of the step that selects; it must be the last of `[[steps]]`."""

@@ -45,9 +45,9 @@ class PairTable(Table):
 
 
 class PoolingTable(Table):
-    """Parameters for `vllm.PoolingParams`, used by all tasks except `generate` and `transcribe`. Each
-    parameter of `vllm.PoolingParams` may be used as a key here. `use_activation = false` gives vectors that are not scaled to length 1, or logits instead of
-    probabilities."""
+    """Parameters for `vllm.PoolingParams`, used by all tasks except `generate` and `transcribe`. Each parameter of
+    `vllm.PoolingParams` may be used as a key here. With `use_activation = false`, vectors are not scaled to length 1,
+    and logits are returned instead of probabilities."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
@@ -74,4 +74,5 @@ class SpeechTable(Table):
     part_seconds: Identity[PositiveFloat] = 30.0
     """Maximum length of a chunk, in seconds, up to the model's own limit (30 s for Whisper)."""
     overlap_seconds: Identity[NonNegativeFloat] = 0.5
-    """Overlap between chunks, in seconds: silence where the recording has some, otherwise speech."""
+    """Maximum overlap between neighboring chunks, in seconds. If there is silence between two chunks, they overlap only
+    within it."""
