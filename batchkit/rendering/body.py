@@ -1,4 +1,4 @@
-"""Reading of OpenAI batch lines: the prompt in a line's ``body``, and its parameters under vLLM's names.
+"""Reading of OpenAI batch lines: the prompt in a line's ``body``, and the body's parameters under vLLM's names.
 
 https://platform.openai.com/docs/api-reference/batch defines the bodies:
 
@@ -21,8 +21,8 @@ from batchkit.errors import RequestError, WrongTaskError
 from batchkit.rendering.responses import as_chat
 from batchkit.sources.reader import shown
 
-# Keys that are not sampling parameters, or do not change the answer when one model answers the whole
-# file. ``rendering/tools.py`` reads the keys about tools and the chat template.
+# Keys that are no sampling parameters. ``rendering/tools.py`` reads those about tools and the chat template. Others
+# have no effect, because one model answers the whole file.
 _NO_SAMPLING = {
     *("model", "messages", "prompt", "stream", "stream_options", "user", "metadata", "store"),
     *("service_tier", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"),
@@ -40,8 +40,8 @@ _TASKS: dict[str, TaskName] = {
     "rerank": "score",
     "audio/transcriptions": "transcribe",
 }
-# For each task of a job: the tasks of the lines that its engine can answer. An embedding model can also score
-# pairs by the similarity of their vectors, and a classifier with one class by that class.
+# For each task of a job: the tasks of the lines that its engine can answer. For pairs, an embedding model returns the
+# similarity of the two vectors as the score, and a classifier with one class returns the probability of that class.
 _SERVED: dict[TaskName, tuple[TaskName, ...]] = {
     "generate": ("generate",),
     "embed": ("embed", "score"),
@@ -51,15 +51,15 @@ _SERVED: dict[TaskName, tuple[TaskName, ...]] = {
     "score": ("score", "embed", "classify"),
     "transcribe": ("transcribe",),
 }
-# Line tasks that a job with this task answers once per token.
+# For a job with this task: the task of the lines that it answers once per token.
 _FOR_EACH_TOKEN = {"token_embed": "embed", "token_classify": "classify"}
 # vLLM's names for the two sides of a pair.
 _QUERY = ("query", "queries", "text_1", "data_1")
 _DOCUMENTS = ("documents", "items", "text_2", "data_2")
 _TEXTS = ("messages", "input", "prompt")
 _NEWER_POOLING_NAMES = {"normalize": "use_activation"}  # vLLM's older name
-# Keys that are not pooling parameters: they hold the prompt, choose the answer's format (some are read by an
-# export), or have no effect on the answer.
+# Keys that are no pooling parameters: they hold the prompt, choose the format of the answer (an export reads some of
+# them), or have no effect on the answer.
 _IGNORED = {
     *("model", "input", "messages", "chat_template_kwargs", "instruction", *_QUERY, *_DOCUMENTS),
     *("encoding_format", "embed_dtype", "endianness", "top_n", "return_documents"),
@@ -68,10 +68,11 @@ _IGNORED = {
 
 
 def messages_of(body: Any) -> tuple[Any, str | None]:
-    """Return the prompt in the body of a line that generates, as (chat messages, plain text). One of the two is None.
+    """Return the prompt in the body of a line for a generating task, as (chat messages, plain text). One of the two is
+    None.
 
     Raises:
-        RequestError: the body has neither, or a key that a batch does not support.
+        RequestError: the body has neither messages nor a prompt, or has a key that is not supported.
     """
     body = _checked(body)
     for name in _REFUSED:
@@ -99,7 +100,7 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body's parameters under the names of ``vllm.SamplingParams``."""
     sampling: dict[str, Any] = {}
     body = {name: value for name, value in body.items() if not is_null(value)}
-    if "max_completion_tokens" in body:  # overrides its older name, as in vLLM's server
+    if "max_completion_tokens" in body:  # overrides max_tokens, its older name, as in vLLM's server
         body.pop("max_tokens", None)
     for name, value in body.items():
         if name in _NO_SAMPLING or name in _REFUSED:
@@ -135,7 +136,7 @@ def row_sampling(
 ) -> Mapping[str, Any]:
     """Return ``sampling`` overridden by the row's own sampling parameters.
 
-    Null is ignored, because in Parquet every row has the keys of all rows. NaN, pandas' form of null, is ignored too.
+    Null parameters are ignored, because in Parquet every row has the keys of all rows. So is NaN, pandas' form of null.
 
     - ``column``: name of the field with a table of parameters.
     - ``with_body``: True if the row is a batch line, whose ``body`` may have parameters.
@@ -167,8 +168,8 @@ def with_temperature(
 
 
 class Sides(NamedTuple):
-    """The two sides of a pair: a query, and documents to compare it with. Each is a text, or content parts with unread
-    images."""
+    """The two sides of a pair: a query, and documents to compare it with. Each side is a text, or content parts with
+    images that are not loaded yet. ``is_list``: the row has a list of documents, not a single one."""
 
     query: Any
     documents: list[Any]
@@ -179,7 +180,7 @@ def endpoint_of(url: Any, task: TaskName) -> str | None:
     """Return the endpoint in the ``url`` of a batch line, for example "chat/completions"; None without a url.
 
     Raises:
-        WrongTaskError: a job with ``task`` can't answer lines for this endpoint.
+        WrongTaskError: a job with the task ``task`` can't answer lines for this endpoint.
         RequestError: the endpoint is unknown.
     """
     if not isinstance(url, str) or not url:
@@ -198,16 +199,16 @@ def endpoint_of(url: Any, task: TaskName) -> str | None:
 
 
 def task_of(endpoint: str | None, task: TaskName) -> TaskName:
-    """Return the task that answers a batch line for ``endpoint``. Without an endpoint, this is the job's ``task``.
+    """Return the task of a batch line for ``endpoint``. If ``endpoint`` is None, return the job's ``task``.
 
-    A job that embeds or classifies each token also does so for lines of "embeddings" or "classify".
+    A job with the task "token_embed" or "token_classify" keeps its task for lines of "embeddings" or "classify".
     """
     found = _TASKS.get(endpoint or "", task)
     return task if _FOR_EACH_TOKEN.get(task) == found else found
 
 
 def in_chat_terms(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``fields``. If they are a line for ``/v1/responses``, the body is converted to one for
+    """Return the batch line ``fields``. If the line is for ``/v1/responses``, its body is converted to one for
     ``/v1/chat/completions``.
 
     Raises:
@@ -228,7 +229,7 @@ def input_of(body: Any) -> tuple[Any, str | None]:
     """Return the input to embed or classify as (chat messages, plain text); one of the two is None.
 
     Raises:
-        RequestError: the body has neither, or several inputs.
+        RequestError: the body has no input, or several inputs.
     """
     body = _checked(body)
     found = body.get("messages", body.get("input"))
@@ -253,7 +254,7 @@ def sides_of(body: Any) -> Sides:
     """Return the query and the documents in the body of a line for ``/v1/score`` or ``/v1/rerank``.
 
     Raises:
-        RequestError: one of them is missing, or there are several queries.
+        RequestError: the query or the documents are missing, or there are several queries.
     """
     body = _checked(body)
     query, documents = _side(body, _QUERY), _side(body, _DOCUMENTS)

@@ -9,9 +9,9 @@ Holders = set[object]
 class HeldMedia:
     """A count of the bytes of decoded media that one run holds, from rendering a row to writing its record.
 
-    The runs in ``holders`` share ``max_bytes`` equally. While a row is being rendered, its size is unknown and is
-    estimated by that of the row before it. A run that holds nothing may always begin one row; otherwise runs could wait
-    for each other forever. Not thread-safe: the caller holds a lock.
+    The runs in ``holders`` share ``max_bytes`` equally. The size of a row that is being rendered is unknown; the
+    estimate is the size of the row rendered last. A run that holds nothing may always begin one row, because otherwise
+    runs could wait for each other forever. Not thread-safe: the caller holds a lock.
     """
 
     def __init__(self, max_bytes: int, holders: Holders | None = None) -> None:
@@ -30,7 +30,7 @@ class HeldMedia:
         self._n_begun += 1
 
     def end(self, n_bytes: int) -> None:
-        """Replace the estimate of a row that was rendered by its real size ``n_bytes``."""
+        """Replace the estimate for a row that was rendered with its real size ``n_bytes``."""
         self._n_begun -= 1
         self._newest_bytes = n_bytes
         self.free(-n_bytes)
@@ -40,7 +40,7 @@ class HeldMedia:
         (self._holders.add if self._held_bytes else self._holders.discard)(self)
 
     def close(self) -> None:
-        """Stop counting for this run. The other runs in ``holders`` then share the limit."""
+        """Stop counting for this run. The other runs in ``holders`` then share the limit without it."""
         self._holders.discard(self)
         # A later ``free`` or ``end`` must not add this run to the shared set again.
         self._holders = Holders()

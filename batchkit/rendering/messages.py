@@ -17,14 +17,15 @@ from batchkit.types import CLIPS, Content, Request
 Message = Mapping[str, Any]
 
 Load = Callable[[str, Any], Any]
-"""A function that loads media: it gets a kind (image, audio, video) and a source, and returns the message's part."""
+"""A function that loads media. It gets a kind (image, audio, video) and a source, and returns a content part with the
+loaded media."""
 
 MEDIA_PARTS = {
     **dict.fromkeys(("image_url", "image", "image_pil"), "image"),
     **dict.fromkeys(("video_url", "video"), "video"),
     **dict.fromkeys(("audio_url", "input_audio", "audio"), "audio"),
 }
-"""The kind of media for each ``type`` that a part of a message may have."""
+"""The kind of media for each ``type`` of a content part that has media."""
 
 
 def loaded(messages: Any, load: Load) -> list[Message]:
@@ -54,7 +55,8 @@ def media_sources(messages: Any, *kinds: str) -> list[Any]:
 def with_note(request: Request) -> Request | None:
     """Return ``request`` with the text ``request.note`` added to its prompt; None if it has no note.
 
-    The note is added at the end of a plain prompt, after the user's last text in a chat, or as a last message.
+    The note is added to the end of a plain prompt. In a chat, it is added to the user's last message or, if the user
+    has none, to the last message.
     """
     note, messages = request.note, request.messages or ()
     if not note:
@@ -122,10 +124,12 @@ def _loaded(message: Any, load: Load) -> Message:
         raise RequestError(
             f"messages: found {shown(message)}, expected an object with role and content"
         )
-    if message["role"] in ("human", "gpt"):  # many chat templates leave out a role they do not know
+    # Refused, because many chat templates silently leave out messages with a role that they do not know.
+    if message["role"] in ("human", "gpt"):
         raise RequestError(f"messages: role is {message['role']!r}; write user or assistant")
     content = message.get("content")
-    # In Parquet each message has the keys of all, and a template may test which keys exist.
+    # In Parquet, each message has the keys of all messages. A chat template may test which keys exist, so null ones are
+    # removed.
     message = {key: value for key, value in message.items() if value is not None}
     if "tool_calls" in message:
         message = {**message, "tool_calls": _loaded_calls(message["tool_calls"])}
@@ -143,7 +147,7 @@ def placed(
 ) -> list[dict[str, Any]]:
     """Split a prompt's ``text`` into content parts, with each image or clip at its place mark.
 
-    - ``places``: the mark that stands for an image or a clip, by kind.
+    - ``places``: the text that marks the place of an image or a clip, by kind.
     - ``media``: the content parts with images and clips, by kind and in order. Parts that are used are removed from
       these lists.
 
@@ -172,8 +176,8 @@ def with_parts(content: Content, load: Load) -> Content:
 
 
 def _loaded_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return copies of tool calls with their arguments as text (OpenAI's shape). vLLM modifies the tool calls that it
-    gets."""
+    """Return copies of tool calls with their arguments as text (OpenAI's shape). These are copies, because vLLM
+    modifies the tool calls that it gets."""
     if not isinstance(calls, list):
         raise RequestError(f"messages: tool_calls is {shown(calls)}, expected a list")
     copies = []
@@ -203,7 +207,8 @@ def _loaded_part(part: Any, load: Load) -> Any:
 
 
 def _with_detail(made: Any, part: Mapping[str, Any]) -> Any:
-    """Return the loaded image part ``made`` with the key ``detail`` of the original ``part``. Only servers use it."""
+    """Return the loaded image part ``made`` with the key ``detail`` of the original ``part``, if it has one. Only
+    servers use this key."""
     url = part.get("image_url")
     detail = url.get("detail") if isinstance(url, Mapping) else part.get("detail")
     if not isinstance(detail, str):

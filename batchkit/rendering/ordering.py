@@ -1,13 +1,13 @@
 """The order in which rows go to the engine.
 
-- Rows with the same adapter run next to each other. The engine holds only few adapters at the same time, and can't
-  reuse the cached values of another adapter.
-- Rows with the same images or the same prefix run next to each other, since the engine caches their values only for a
-  while.
-- At the end of the input, rows with the longest allowed answers run first. A long answer that begins last would run
-  alone in the engine.
+- Rows with the same adapter run next to each other, because the engine holds only few adapters at the same time, and
+  the prefix cache of one adapter is of no use to another.
+- Rows with the same images or the same prefix run next to each other, because the engine caches images and prefixes
+  only for a while.
+- At the end of the input, rows with the longest allowed answers run first, because a long answer that begins last would
+  run alone in the engine.
 
-Rows are moved only within a limited look-ahead. Rows that share nothing keep their order.
+Rows are moved only within a limited look-ahead. Rows with nothing in common keep their order.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Any
 
 from batchkit.types import Row, RowHint
 
-LOOK_AHEAD_BYTES = 32 * 2**20  # limit for the values of the rows that are held
-_SAME = 256  # characters that must be equal after the prefix that all rows share
+LOOK_AHEAD_BYTES = 32 * 2**20  # limit for the total size of the rows held back
+_SAME = 256  # characters that must be equal, after the prefix common to all rows
 _OF_PART = 8  # bytes counted for each value besides its content
 _NUMBERS = frozenset({int, float, bool, type(None)})
 _TEXTS, _LISTS = (str, bytes, bytearray), (list, tuple, set, frozenset)
 
-_Seen = tuple[RowHint, Row, int]  # the number is the size of the row's fields in bytes
+_Seen = tuple[RowHint, Row, int]  # the number: size of the row's fields in bytes
 
 
 def well_ordered(
     rows: Iterator[Row], hint: Callable[[Row], RowHint], look_ahead: int
 ) -> Iterator[tuple[Row, int]]:
-    """Yield all ``rows`` in a better order, each with a group number: adjacent rows with the same prefix have the same
-    number.
+    """Yield all ``rows`` in the order for the engine, each with a group number. Adjacent rows with the same prefix have
+    the same number.
 
-    Up to ``look_ahead`` rows are held, fewer if they exceed ``LOOK_AHEAD_BYTES``. At most twice that number overtake a
-    row. An error from reading is raised after all rows that were read before it.
+    Up to ``look_ahead`` rows are held back, fewer if they exceed ``LOOK_AHEAD_BYTES``. A row is overtaken by at most
+    twice ``look_ahead`` rows. An error from reading is raised after all rows read before the error were yielded.
 
     ``hint``: forecasts a row's request.
     """
@@ -71,8 +71,8 @@ def well_ordered(
 
 
 def _grouped(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
-    """Yield ``rows`` grouped by adapter, then by prompt prefix, each with its group's number. ``lora``: the first
-    adapter."""
+    """Yield ``rows`` grouped by adapter, then by prompt prefix, each with its group's number. Rows with the adapter
+    ``lora`` come first."""
     by_lora: dict[str, list[_Seen]] = {lora: []}
     for seen in rows:
         by_lora.setdefault(seen[0].lora, []).append(seen)
@@ -81,7 +81,7 @@ def _grouped(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
 
 
 def _grouped_by_prefix(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:
-    """Yield rows of one adapter grouped by their beginning. A prefix that all of them share is ignored."""
+    """Yield rows of one adapter, grouped by their beginning. A prefix common to all these rows is ignored."""
     beginnings = [hint.beginning for hint, _, _ in rows]
     shared = len(commonprefix(beginnings))  # noqa: RUF071 - by characters is intended
     groups: dict[str, list[_Seen]] = {}
@@ -93,7 +93,7 @@ def _grouped_by_prefix(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, 
 def size_of(values: Iterable[Any], most: int) -> int:
     """Estimate the memory of ``values`` and everything in them, in characters and bytes. Stop counting above ``most``.
 
-    Each part of a list counts at least ``_OF_PART``, so that counting also stops for a list that contains itself.
+    Each value counts at least ``_OF_PART`` bytes, so that counting also stops for a list that contains itself.
     """
     size = 0
     waiting: list[Iterable[Any]] = [values]

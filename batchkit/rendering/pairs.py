@@ -34,7 +34,7 @@ def pair_of(templates: PromptTemplates, names: Mapping[str, Any], part: MakePart
 
 
 def _documents(templates: PromptTemplates, names: Mapping[str, Any]) -> tuple[list[str], bool]:
-    """Return the texts of the documents, and whether the row has a list of them."""
+    """Return the texts of the documents, and whether the row has a list of documents (instead of a single one)."""
     if templates.documents is None:
         return [""], False
     found = templates.documents.value(names)
@@ -52,9 +52,9 @@ def _documents(templates: PromptTemplates, names: Mapping[str, Any]) -> tuple[li
 def _images_of_each(
     templates: PromptTemplates, names: Mapping[str, Any], documents: int | None
 ) -> Sequence[Sequence[Any]]:
-    """Return the sources of images for each document.
+    """Return, for each document, the sources of its images.
 
-    ``documents``: the number of documents; None if the row has a single one instead of a list.
+    ``documents``: the number of documents; None if the row has a single document instead of a list.
     """
     given = [sources_of(template, names) for template in templates.files.document_images]
     if documents is None:

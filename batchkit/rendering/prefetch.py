@@ -1,4 +1,5 @@
-"""A queue of rows that threads render ahead of the engine. Its limits are a number of rows and their decoded pixels."""
+"""A queue of rows that threads render ahead of the engine. It limits the number of rows and the size of their decoded
+pixels."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from typing import Generic, TypeVar
 from batchkit.rendering.held_media import HeldMedia, Holders
 from batchkit.types import Request, Task
 
-AHEAD = 256  # requests that wait to be submitted
+AHEAD = 256  # maximum number of rendered requests that wait to be submitted
 READ_AT_ONCE = 16
 _READ_AHEAD = 1024
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
-_SLOW_S = 0.05  # after rows that took longer, a thread reads one row at a time
+_SLOW_S = 0.05  # if rendering took longer, a thread reads only one row next
 _CLOSE_S = 5.0
 
 
@@ -34,10 +35,11 @@ def read_ahead(
     may_wait: bool,
     weigh: Callable[[Task], int] = lambda task: 0,
 ) -> Prefetch[Task, Task]:
-    """Return a Prefetch that only reads ``tasks`` ahead, on its own thread, because reading the input may block.
+    """Return a Prefetch that only reads ``tasks`` ahead and renders nothing. It uses a thread, because reading the
+    input may block.
 
     - ``may_wait``: True if the input may pause between rows. Each row is then returned as soon as it is read.
-    - ``max_bytes``: limit for the sum of ``weigh`` over the tasks that are not released yet.
+    - ``max_bytes``: limit for the total size of the tasks that are not released yet. ``weigh`` returns a task's size.
     """
     return Prefetch(
         tasks,
@@ -51,8 +53,8 @@ def read_ahead(
 
 
 class Prefetch(Generic[Given, Made]):
-    """A queue of rows that several threads render ahead of the engine. Rows may leave it in another order, so that a
-    slow image delays no other row.
+    """A queue of rows that several threads render ahead of the engine. Rows may leave the queue in another order, so
+    that a slow image delays no other row.
 
     A thread does not begin another row
 
@@ -60,11 +62,12 @@ class Prefetch(Generic[Given, Made]):
     - while requests that are not released yet hold ``max_bytes`` of decoded pixels. Runs with the same ``holders``
       share this limit (``HeldMedia``).
 
-    Each limit is exceeded by at most one row per thread; the first one by ``at_once`` rows if rows have no images.
+    Each limit is exceeded by at most one row per thread, because a thread checks it only before it begins. If rows have
+    no images, the first limit is exceeded by up to ``at_once`` rows per thread.
 
-    Threads: ``threads`` render threads read a few rows at a time under ``_reading`` and render them concurrently. If
-    rows have images, they read one row at a time, because other rows would wait for that thread. The worker's thread
-    calls ``get`` and ``release``. ``_changed`` guards all other attributes.
+    ``threads`` render threads each read up to ``at_once`` rows under the lock ``_reading``, and then render these rows
+    without it. If rows have images or are slow, a thread reads one row at a time, because its other rows would have to
+    wait. The worker's thread calls ``get`` and ``release``. ``_changed`` guards all other attributes.
     """
 
     def __init__(
@@ -101,8 +104,8 @@ class Prefetch(Generic[Given, Made]):
     def get(self, timeout_s: float) -> Made | None:
         """Return the next rendered row, or None after ``timeout_s``.
 
-        A row that can't be rendered is a Completion with its error. If reading the rows failed, the error is raised
-        once all rows before it were returned.
+        A row that can't be rendered is returned as a Completion with its error. If reading the input failed, this error
+        is raised after all rows read before it were returned.
         """
         with self._changed:
             if not self._ready and timeout_s > 0:
@@ -128,13 +131,13 @@ class Prefetch(Generic[Given, Made]):
 
     @property
     def will_raise(self) -> bool:
-        """True if reading the rows failed and ``get`` has returned all rows before the failure, so that it raises
-        next."""
+        """True if reading the input failed and ``get`` has returned all earlier rows, so that the next ``get`` raises
+        the error."""
         with self._changed:
             return self._error is not None and not self._ready and not self._working
 
     def release(self, made: Made) -> None:
-        """Stop counting the pixels of a settled row, so that other rows can begin."""
+        """Stop counting the pixels of a row, so that other rows can begin. The caller no longer needs the pixels."""
         if n_bytes := self._weigh(made):
             with self._changed:
                 self._held.free(n_bytes)
@@ -164,7 +167,7 @@ class Prefetch(Generic[Given, Made]):
                         return
                 is_slow = time.monotonic() - began > _SLOW_S
                 wanted = 1 if self._hand_out(rendered) or is_slow else self._at_once
-                # Without this, their pixels would stay in memory until the next row is rendered.
+                # Without `del`, the pixels of these rows would stay in memory until the next row is rendered.
                 del row, rows, rendered
         except BaseException as error:  # get() raises it in its caller's thread
             self._error = self._error or error
@@ -184,8 +187,8 @@ class Prefetch(Generic[Given, Made]):
         return n_bytes
 
     def _read(self, wanted: int) -> list[Given]:
-        """Return up to ``wanted`` rows; an empty list at the end of the input. After a read error, the rows before it
-        are returned."""
+        """Read up to ``wanted`` rows. Return an empty list at the end of the input. If reading fails, return the rows
+        read before the error."""
         rows: list[Given] = []
         with self._reading:
             try:
@@ -195,7 +198,7 @@ class Prefetch(Generic[Given, Made]):
         return rows
 
     def _begin_next(self) -> bool:
-        """Wait until the limits allow another row, and count it. Return False if this thread should end."""
+        """Wait until the limits allow another row, and count this row as begun. Return False if the thread must end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (

@@ -51,7 +51,7 @@ from batchkit.storage.schema import is_count
 from batchkit.types import CLIPS, Clip, Pair, Request, Row, RowHint
 
 _BYTES_PER_PIXEL = 4  # Pillow's memory for RGB
-# Parameters of [pooling] for the job's own task; lines of other tasks don't get them.
+# Parameters of [pooling] that apply only to lines of the job's own task.
 _OF_ITS_TASK = ("dimensions", "use_activation", "max_tokens_per_query", "max_tokens_per_doc")
 _BEGINNING = 4096  # characters of the prefix by which prompts are compared
 
@@ -65,7 +65,8 @@ class PromptRenderer:
     - ``load``: decodes an image or a clip, by default to the form that the job's engine takes. Called by several
       threads.
     - ``adjust_sampling``: adapts a row's sampling parameters to the engine. Called by several threads.
-    - ``chat_template_kwargs``: put into each request, in addition to those in the engine's options.
+    - ``chat_template_kwargs``: variables for the chat template, added to each request. The engine's options may have
+      more.
 
     Raises:
         JobError: a template or template file of the job is invalid, or its ``media.root`` is a URL that can't be
@@ -90,7 +91,7 @@ class PromptRenderer:
         if self.templates.files.all:
             check_root(job.media)
         self._system, self._user = self.templates.system, self.templates.user
-        # The text that marks the place of an image or a clip, by kind. Random, so no row can contain it.
+        # The text that marks the place of an image or a clip, by kind. It is random, so that no row contains it.
         marks = self._user.marks if self._user else ()
         self._places = {kind: f"<{kind} {token_hex(8)}>" for kind in marks}
         self._sampling, self._loras = job.params(), job.engine.loras
@@ -106,7 +107,7 @@ class PromptRenderer:
         """Return chat messages with their images and clips loaded.
 
         Raises:
-            RowError: they are not chat messages, or an image or a clip can't be opened.
+            RowError: ``messages`` is not a list of chat messages, or an image or a clip can't be opened.
         """
         return loaded(messages, self._part)
 
@@ -134,7 +135,8 @@ class PromptRenderer:
     ) -> Request:
         """Return the request for ``row``, rendered from ``fields`` instead of the row's own fields.
 
-        ``fields``: the row's fields, with the texts of its files. If the prompt was too long, one text in them is cut.
+        ``fields``: the row's fields, with the texts of its files. If an earlier prompt was too long, one of the texts
+        is cut.
         """
         own, endpoint = self._own_prompt(fields), None
         if own == "body":
@@ -178,11 +180,11 @@ class PromptRenderer:
         return with_media_bytes(request) if self.opens_files else request
 
     def shortened(self, request: Request, error: PromptTooLongError) -> Request | None:
-        """Return ``request`` with the longest text of its row cut in the middle. ``error`` tells how long the prompt
-        was.
+        """Return ``request`` with the longest text of its row cut in the middle. ``error`` has the length of the prompt
+        in tokens.
 
-        Returns None if no cut helps, or if ``retry.on_too_long`` is not "truncate-middle". If the result is still too
-        long, call this again with it; the next cut is larger.
+        Returns None if no cut helps, or if ``retry.on_too_long`` is not "truncate-middle". If the prompt of the result
+        is still too long, call this method again with the result; the next cut is larger.
         """
         if self._job.retry.on_too_long != "truncate-middle":
             return None
@@ -197,12 +199,12 @@ class PromptRenderer:
                 return None
             fields = cut_at(whole, place.path, cut.kept)
             shorter = self._request(row, fields, request.attempt, request.input_hash, request.note)
-        except RowError:  # the template uses the text in a way that can't be cut
+        except RowError:  # the template can't be rendered with the cut text
             return None
         return replace(shorter, sampling=request.sampling, media_bytes=request.media_bytes, cut=cut)
 
     def sources(self, row: Row) -> list[tuple[str, Any]]:
-        """Return (kind, source) of each image of the row, then of each clip, without opening a file.
+        """Return (kind, source) for each image of the row, then for each clip. No file is opened.
 
         Raises:
             RowError: as for ``render``.
@@ -222,9 +224,9 @@ class PromptRenderer:
         return [found for template in templates for found in sources_of(template, row.fields)]
 
     def hint(self, row: Row) -> RowHint:
-        """Return a forecast of the row's request, made without opening files. Rows are ordered by it.
+        """Return a forecast of the row's request, by which rows are ordered. No file is opened.
 
-        The forecast for a row that can't be rendered equals no other one.
+        A row that can't be rendered gets a forecast that differs from all others.
         """
         try:
             own = self._own_prompt(row.fields)
@@ -236,7 +238,8 @@ class PromptRenderer:
         return RowHint(beginning, max_tokens if isinstance(max_tokens, int) else 0, lora or "")
 
     def _files(self, row: Row) -> str:
-        """Return a text with the names of all files in the row's prompt. Rows with equal texts run next to each other.
+        """Return a text with the names of all files in the row's prompt. Rows for which this text is equal run next to
+        each other.
 
         Returns "" if the prompt has no files, or if their templates are rendered in a separate process.
         """
@@ -253,16 +256,16 @@ class PromptRenderer:
     def _beginning(self, row: Row) -> str:
         """Return ``RowHint.beginning`` for a row whose prompt has no images, clips or text files.
 
-        It consists of the first ``_BEGINNING`` characters of each field that the templates use, in their order, or of
-        the row's own prompt. Rows with equal texts run next to each other.
+        The text consists of the first ``_BEGINNING`` characters of each field that the templates use, in the order of
+        use, or of the row's own prompt. Rows for which this text is equal run next to each other.
         """
         own = self._own_prompt(row.fields)
         names = self.templates.fields_in_order if own is None else [own]
         return "\n".join([str(row.fields.get(name, row.index))[:_BEGINNING] for name in names])
 
     def _with_texts(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``fields`` with the text of each file in ``prompt.texts``. The body of a batch line is converted to
-        chat."""
+        """Return ``fields`` with the text of each file in ``prompt.texts`` added. In a batch line for
+        ``/v1/responses``, the body is converted to one for chat."""
         if self._own_prompt(fields) == "body":
             fields = self._line(fields)
         if not self.templates.files.texts:
@@ -274,8 +277,8 @@ class PromptRenderer:
         return {**fields, **texts}
 
     def _line(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the batch line ``fields``. In a job that generates, a body for ``/v1/responses`` is converted to
-        chat."""
+        """Return the batch line ``fields``. If the job's task is "generate", a body for ``/v1/responses`` is converted
+        to one for chat."""
         return in_chat_terms(fields) if self._job.task == "generate" else fields
 
     def _longest_text(self, row: Row, fields: Mapping[str, Any]) -> TextPlace | None:
@@ -288,13 +291,13 @@ class PromptRenderer:
         return longest_text(fields, self.templates.names | {own})
 
     def _is_shown(self, row: Row, fields: Mapping[str, Any], place: TextPlace) -> bool:
-        """Return whether the prompt contains the text at ``place``. A template may use only another part of the same
-        field."""
+        """Return whether the prompt contains the text at ``place``. It may not, because a template can use one part of
+        a field and leave out this part."""
         if len(place.path) == 1:
             return True
         try:
             without = self._request(row, cut_at(fields, place.path, 0), 1, "", "")
-        except RowError:  # the template fails without the text, so it reads it
+        except RowError:  # the template fails without the text, so the prompt needs it
             return True
         whole = self._request(row, fields, 1, "", "")
         parts = ("messages", "prompt", "pair")
@@ -356,10 +359,11 @@ class PromptRenderer:
         return messages, None
 
     def _with_places(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``fields`` with a place mark under the name of each kind of media, such as ``image``.
+        """Return ``fields`` with a place mark added for each kind of media, under the name of the kind, such as
+        ``image``.
 
-        A template writes ``{{ image }}`` where the image belongs. A column with such a name is still
-        ``{{ row.image }}``.
+        In a template, ``{{ image }}`` is the place of the image. A column of this name can still be read as ``{{
+        row.image }}``.
         """
         if not self._places:
             return fields
@@ -379,12 +383,13 @@ class PromptRenderer:
         return Pair(with_parts(query, self._part), loaded_documents, is_list)
 
     def _tools(self, fields: Mapping[str, Any], body: Mapping[str, Any]) -> RequestTools:
-        """Return the tools of the row's body, by default the job's tools."""
+        """Return the tools of the row's body or, if the body has none, the job's tools."""
         of_job = partial(self.templates.tools.of_row, fields)
         return tools_of_body(body, of_job) if body else of_job()
 
     def _lora(self, fields: Mapping[str, Any]) -> str | None:
-        """Return the name of the row's LoRA adapter; in a batch line this is the ``model``.
+        """Return the name of the row's LoRA adapter, from ``prompt.lora``. Without ``prompt.lora``, return the
+        ``model`` of a batch line if it is the name of an adapter, otherwise None.
 
         Raises:
             RequestError: the job has no adapter of this name.
@@ -413,7 +418,7 @@ class PromptRenderer:
         return [part[kind] for kind in CLIPS for part in self._parts(kind, fields)]
 
     def _parts(self, kind: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the content parts of the row's media of one ``kind``, loaded."""
+        """Return the content parts, with loaded media, of the row's media of one ``kind``."""
         templates = self.templates.files.by_kind[kind]
         return [
             self._part(kind, source) for made in templates for source in sources_of(made, fields)
@@ -430,8 +435,8 @@ class PromptRenderer:
     def _row_sampling(
         self, fields: Mapping[str, Any], own: str | None, task: TaskName
     ) -> Mapping[str, Any]:
-        """Return the sampling parameters of a row. ``own``: the field with its own prompt, or None. ``task``: the row's
-        task."""
+        """Return the sampling or pooling parameters of a row. ``own``: the field with the row's own prompt, or None.
+        ``task``: the row's task."""
         if task != "generate":
             of_job = self._sampling
             if task != self._job.task:
@@ -445,7 +450,7 @@ class PromptRenderer:
         found = row_sampling(of_job, fields, column=column, with_body=own == "body")
         if self._adjust_sampling is None:
             return found
-        # A copy, because it may modify the dict, which rows share.
+        # A copy, because the function may modify the dict, which rows share.
         return self._adjust_sampling(deepcopy(found))
 
 
@@ -457,7 +462,8 @@ def with_media_bytes(request: Request) -> Request:
 
 
 def _known_by(source: Any) -> str:
-    """Return a text that identifies a source, to compare prompts by: path, URL, checksum or the object's identity."""
+    """Return a text that identifies ``source`` when prompts are compared: a path, a URL, a checksum, or the object's
+    identity."""
     if isinstance(source, str):
         return source if len(source) < _BEGINNING else str(crc32(source.encode()))
     return str(crc32(source)) if isinstance(source, bytes) else str(id(source))

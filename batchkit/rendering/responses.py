@@ -1,7 +1,7 @@
 """Conversion of a batch line for ``/v1/responses`` to one for ``/v1/chat/completions``.
 
-https://platform.openai.com/docs/api-reference/responses/create defines the line. A model without memory between
-requests can answer these parts of it: messages with text and images, functions and their outputs, and a text format.
+https://platform.openai.com/docs/api-reference/responses/create defines the line's body. Only the parts that need no
+memory between requests are supported: messages with text and images, functions and their outputs, and a text format.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 from batchkit.errors import RequestError
 from batchkit.sources.reader import shown
 
-# Keys that need a server with memory or OpenAI's own server, or whose result a record can't show.
+# Refused keys: they need a server with memory or OpenAI's own server, a record can't store their result, or they belong
+# to other endpoints.
 _REFUSED = (
     *("previous_response_id", "conversation", "background", "stream", "prompt", "include"),
     *("max_tool_calls", "top_logprobs", "context_management", "moderation"),
@@ -34,7 +35,7 @@ def as_chat(body: Any) -> dict[str, Any]:
     """Return the equivalent body for ``/v1/chat/completions``.
 
     Raises:
-        RequestError: unsupported keys; one message names them all.
+        RequestError: the body has unsupported keys; one message names all of them.
     """
     if not isinstance(body, Mapping):
         raise RequestError(f"body: found {type(body).__name__}, expected a JSON object")
@@ -97,7 +98,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         )
     for number, item in enumerate(found):
         made = _message(item, f"body.input[{number}]")
-        # /v1/responses has each call as an item; in chat, calls belong to the assistant's message before them.
+        # In /v1/responses each call is a separate item; in chat, calls are part of the assistant's message before them.
         if "tool_calls" in made and messages and messages[-1]["role"] == "assistant":
             messages[-1].setdefault("tool_calls", []).extend(made["tool_calls"])
         else:
@@ -145,8 +146,8 @@ def _part(part: Any, place: str) -> dict[str, Any]:
 
 
 def _response_format(form: Any) -> dict[str, Any]:
-    """Return the ``response_format`` of chat for the text format ``form``. In chat, name and schema are one level
-    deeper."""
+    """Return the ``response_format`` of chat for the text format ``form``. In chat, the name and the schema are one
+    level deeper."""
     kind = form.get("type") if isinstance(form, Mapping) else None
     if kind in ("text", "json_object"):
         return {"type": kind}

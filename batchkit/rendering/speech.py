@@ -18,12 +18,13 @@ from batchkit.sources.reader import shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.types import Audio, Request, Row, RowHint, Speech
 
-_OF_LINES = ("file_url", "file")  # keys of a batch line's body: vLLM's and OpenAI's name
+# Keys for the recording in a batch line's body: vLLM's name and OpenAI's name.
+_OF_LINES = ("file_url", "file")
 
 
 class Recording(NamedTuple):
-    """A row's decoded recording, and its chunks (``parts``). ``request``: a request for the whole recording, with its
-    samples."""
+    """A row's decoded recording. ``request``: a request for the whole recording, with its samples. ``sound``: the
+    loudness of the recording. ``parts``: its chunks."""
 
     request: Request
     sound: Sound
@@ -41,7 +42,7 @@ class Recording(NamedTuple):
         return self._replace(request=replace(self.request, speech=speech))
 
     def language_request(self) -> Request:
-        """Return a request that asks only which language is spoken in the first chunk with sound."""
+        """Return a request whose answer is only the language spoken in the first chunk that has sound."""
         part = next((it for it in self.parts if self.sound.without((), it.own)), self.parts[0])
         asked = self.asked_with(asks_language=True).request_for(part.heard)
         return replace(asked, sampling={"temperature": 0.0, "max_tokens": 1})
@@ -51,14 +52,14 @@ class Recording(NamedTuple):
         (audio,) = self.request.clips
         first, last = (round(at * audio.sample_rate) for at in span)
         heard = Audio(audio.samples[first:last], audio.sample_rate)
-        # 0, because the recording's own request counts the samples.
+        # media_bytes is 0, because ``self.request`` already counts the samples of the whole recording.
         return replace(self.request, clips=[heard], media_bytes=0)
 
 
 class SpeechRenderer:
     """A renderer for a job that transcribes. It has the interface of ``PromptRenderer``.
 
-    ``recording`` returns all chunks of a row; ``render`` returns only the request for the first one.
+    ``recording`` returns all chunks of a row's recording; ``render`` returns only the request for the first chunk.
 
     Raises:
         JobError: a template of the job is invalid.
@@ -136,7 +137,7 @@ class SpeechRenderer:
                     " each recording"
                 )
             return replace(request, speech=self._asked(texts))
-        # Set if the input is a folder of clips.
+        # The field is set if the input is a folder of clips.
         if not isinstance(path := row.fields.get("path"), str):
             raise RequestError(
                 'nothing to transcribe: set prompt.audios, for example to ["{{ recording }}"]; the row has'

@@ -29,7 +29,7 @@ ANSWER = (
     *("text", "reasoning", "tool_calls", "json", "choices", "selected", "votes", "finish_reason"),
     *("skipped", "prediction", "scores"),
 )
-"""The keys of a step's answer that templates can read."""
+"""The keys of an earlier step's answer that templates can read."""
 NO_ANSWER = "no step gave an answer: the `when` of every step was false"
 _NO = ("", "false", "no", "none", "0")  # values of ``when`` that skip a step
 
@@ -74,8 +74,8 @@ class StepsRenderer:
             raise JobError("\n".join(found))
         self.takes_long = any(renderer.takes_long for renderer in self._by_name.values())
         self.opens_files = any(renderer.opens_files for renderer in self._by_name.values())
-        # Where a template reads ``steps`` as a whole or by a method (``steps.items()``), its author may mean a
-        # column called "steps"; ``check`` refuses rows that have one.
+        # A template that reads ``steps`` as a whole or by a method (``steps.items()``) is ambiguous, because its author
+        # may mean a column called "steps"; ``check`` refuses rows that have such a column.
         whole = (place for _, place, key, _ in self._reads() if key is None or hasattr(dict, key))
         self._ambiguous = next(whole, None)
 
@@ -88,7 +88,7 @@ class StepsRenderer:
             )
 
     def runs(self, step: str, row: Row) -> bool:
-        """Return whether a step runs for a row. It returns False if the step's ``when`` is false.
+        """Return whether a step runs for a row: False if the template ``when`` of the step gives false.
 
         ``row``: the row with the answers of earlier steps (``with_answers``).
 
@@ -114,7 +114,7 @@ class StepsRenderer:
         return self._by_name[step].render(row, 1, "")
 
     def render(self, row: Row, attempt: int = 1) -> Request:
-        """Return the row's first request: that of the first step that is not skipped."""
+        """Return the row's first request: the request of the first step that is not skipped."""
         if row.error is not None:
             raise row.error
         self.check(row)
@@ -150,8 +150,8 @@ class StepsRenderer:
                 yield f"{place}: steps.{name} {problem}"
 
     def _reads(self) -> Iterator[tuple[int, str, str | None, str | None]]:
-        """Yield each use of ``steps`` in a template: the number of the template's step, the template, the step used,
-        the key used."""
+        """Yield each use of ``steps`` in a template: the number of the template's step, the template's key, the name of
+        the step that is read, and the key that is read. A name is None if it is missing or computed."""
         for number, step in enumerate(self.job.steps):
             for place, source in self._sources(step.name):
                 for name, part in keys_read(source, STEPS):
@@ -219,7 +219,8 @@ def with_answers(
 ) -> Row:
     """Return ``row`` with the ``answers`` of earlier steps in the field ``steps``.
 
-    The step that judges also gets the field ``candidates``, the texts to choose from.
+    If ``candidates`` is given, it becomes the field ``candidates``: the texts from which the step of ``select.step``
+    chooses.
     """
     seen = {STEPS: answers} if candidates is None else {STEPS: answers, CANDIDATES: candidates}
     return replace(row, fields={**row.fields, **seen})

@@ -14,7 +14,7 @@ from batchkit.rendering.templates import RowTemplate
 from batchkit.sources.reader import shown
 from batchkit.types import Request
 
-# Arguments of the chat template's caller, not of the template.
+# Arguments of the function that applies a chat template, so they are not variables of the template.
 _OF_THE_JOB = ("chat_template", "tokenize")
 _MAY_BE_NULL = ("const", "default")  # keys of a JSON schema in which null is a value
 
@@ -31,13 +31,13 @@ class JobTools:
     """The job's ``prompt.tools`` and ``prompt.tool_choice``. Several threads may share it.
 
     Raises:
-        JobError: the file can't be read, or its definitions or the choice are wrong.
+        JobError: the file of ``prompt.tools`` can't be read, or the definitions or ``prompt.tool_choice`` are invalid.
     """
 
     def __init__(self, job: JobConfig) -> None:
         tools, self._choice = job.prompt.tools, job.prompt.tool_choice
         self._of_all = RequestTools()
-        # Renders a row's own definitions; None if all rows have the same ones, or no tools.
+        # The template for the row's own definitions; None if all rows have the same definitions, or no tools.
         self.template: RowTemplate | None = None
         if is_template(tools):
             self.template = RowTemplate(job, "prompt.tools", tools, keeps_type=True)
@@ -46,13 +46,13 @@ class JobTools:
             choice = _chosen(self._choice, tools, JobError, "prompt.tool_choice")
             self._of_all = RequestTools(tools, choice)
         self.inline = tools
-        """The definitions of ``prompt.tools``, read from its file if it names one."""
+        """The value of ``prompt.tools``: the definitions (read from the file if it names one), a template, or None."""
 
     def of_row(self, fields: Mapping[str, Any]) -> RequestTools:
         """Return the tools for a row.
 
         Raises:
-            RowError: the row's definitions are wrong, or it must call a tool and has none.
+            RowError: the row's definitions are invalid, or the model must call a tool and the row has none.
         """
         if self.template is None:
             return self._of_all
@@ -75,8 +75,8 @@ def ignored_tools(request: Request, prompt: str | None) -> str:
 
 
 def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -> RequestTools:
-    """Return the tools in the body of an OpenAI batch line, with the body's ``tool_choice``. ``of_job``: returns the
-    default.
+    """Return the tools in the body of an OpenAI batch line, with the body's ``tool_choice``. ``of_job`` returns the
+    job's tools, which are used if the body has none.
 
     Raises:
         RequestError: the definitions or the choice are invalid.
@@ -95,10 +95,11 @@ def tools_of_body(body: Mapping[str, Any], of_job: Callable[[], RequestTools]) -
 
 
 def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables for the chat template in a body, with ``reasoning_effort`` and, for pairs, ``instruction``.
+    """Return the variables for the chat template from a body: ``chat_template_kwargs``, ``reasoning_effort`` and, for
+    pairs, ``instruction``.
 
     Raises:
-        RequestError: they are not a table, or one has a name that only the job may set.
+        RequestError: ``chat_template_kwargs`` is not a table, or has a name that only the job may set.
     """
     found = body.get("chat_template_kwargs") or {}
     if not isinstance(found, Mapping):
@@ -116,7 +117,8 @@ def template_kwargs_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> RequestTools:
-    """Return the tools of one row after a check. ``key`` and ``choice_key``: their names in errors.
+    """Check ``tools`` and ``choice`` of one row, and return them. ``key`` and ``choice_key``: the names of the two in
+    errors.
 
     Raises:
         RequestError: the definitions or the choice are invalid.
@@ -140,7 +142,8 @@ def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> Request
 
 
 def _without_nulls(definitions: Any) -> Any:
-    """Return ``definitions`` without keys that are null. In Parquet, each tool has the parameters of all tools."""
+    """Return ``definitions`` without keys that are null, except where null is a valid value. In Parquet, each tool has
+    the keys of all tools, so the keys that a tool lacks are null."""
     if isinstance(definitions, list):
         return [_without_nulls(one) for one in definitions]
     if not isinstance(definitions, Mapping):

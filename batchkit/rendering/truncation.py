@@ -1,12 +1,13 @@
 """Cuts in the middle of a row's longest text, for a prompt that is too long.
 
-Only the engine knows how many tokens a text has. So the size of a cut is estimated from the token count of the refused
-prompt, and tried. If the prompt is still too long, the cut is made larger. Two or three tries are enough.
+Only the engine knows how many tokens a text has. Therefore the size of a cut is estimated from the token count of the
+refused prompt, and the shorter prompt is sent to the engine. If it is still too long, the cut is made larger. Usually
+two or three tries are enough.
 
-- An estimate keeps at least an eighth of the text after the last cut. If the middle of a text has far fewer tokens than
-  its ends, the estimate would remove too much.
-- An engine may refuse a prompt whose token count should fit, for example a server that adds the whole answer to its
-  count. Then half of the text is kept.
+- Each further cut keeps at least an eighth of the text that the previous cut kept, because the estimate removes too
+  much if the middle of a text has far fewer tokens than its ends.
+- An engine may refuse a prompt whose token count should fit, for example a server that also counts the longest possible
+  answer. Then at most half of the text is kept.
 - Every cut is larger than the one before, and a row is cut at most ``_MOST_CUTS`` times.
 """
 
@@ -24,13 +25,14 @@ from batchkit.types import Cut
 MARK = " […] "
 _NO_TEXT = (*MEDIA_PARTS, "role", "tool_calls", "type")
 _MARK_TOKENS = len(MARK.encode())  # an upper bound
-_LEAST_SHARE = 8
+_LEAST_SHARE = 8  # a further cut keeps at least this fraction (1/8) of the text
 _MOST_CUTS = 10
 _MOST_TEXTS = 10
 
 
 class TextPlace(NamedTuple):
-    """The position of a text in a row: its path of keys and indexes, and its length in characters."""
+    """The position of a text in a row. ``path``: keys and indexes that lead to the text. ``length``: its number of
+    characters."""
 
     path: Sequence[Any]
     length: int
@@ -43,7 +45,8 @@ def longest_text(
 ) -> TextPlace | None:
     """Return the place of the longest text in the fields called ``names``, at any depth; None if there is no text.
 
-    A long text may not be in the prompt. So of the ten longest, the first for which ``is_shown`` is true is taken.
+    A long text may not be part of the prompt. Therefore the result is the longest of the ten longest texts for which
+    ``is_shown`` returns True; if there is none, the longest text.
     """
     used = {name: value for name, value in fields.items() if name in names}
     longest = nlargest(_MOST_TEXTS, _texts(used, ()), key=lambda place: place.length)
@@ -55,13 +58,13 @@ def next_cut(
 ) -> Cut | None:
     """Return the next cut to try for a text of ``length`` characters after ``error``; None if no cut helps.
 
-    The cut leaves room for an answer of ``max_tokens``, but at most half of the context.
+    The cut reserves ``max_tokens`` tokens for the answer, but at most half of ``error.max_model_len``.
     """
     tokens, max_model_len = error.prompt_tokens, error.max_model_len
     times = 1 if last is None else last.times + 1
     if tokens is None or max_model_len is None or times > _MOST_CUTS:
         return None
-    # Aim a little below the limit: otherwise each try comes closer to it without reaching it.
+    # Aim a little below the limit, because otherwise each try would come closer to the limit without getting below it.
     room = max(1, min(max_tokens, max_model_len // 2))
     target = max_model_len - room - 1 - max_model_len // 64
     if last is None:
@@ -76,7 +79,8 @@ def next_cut(
 
 
 def cut_at(value: Any, path: Sequence[Any], kept: int) -> Any:
-    """Return ``value`` with the text at ``path`` cut to ``kept`` characters, with a mark in the middle."""
+    """Return a copy of ``value`` in which only the first and last characters of the text at ``path``, ``kept`` in
+    total, remain, with ``MARK`` between them."""
     if not path:
         tail = kept // 2
         return value[: kept - tail] + MARK + value[len(value) - tail :]

@@ -54,7 +54,8 @@ Source = str | os.PathLike[str] | bytes | bytearray | memoryview | Mapping[str, 
 
 
 def load_image(source: Source, media: MediaTable) -> Image.Image:
-    """Return a new RGB image, fully decoded, upright by its EXIF, scaled to the limits of ``media``.
+    """Return a new RGB image: fully decoded, turned upright by its EXIF orientation, and scaled to the limits of
+    ``media``.
 
     ``source`` is one of
 
@@ -69,9 +70,9 @@ def load_image(source: Source, media: MediaTable) -> Image.Image:
     with several pages is refused. A PDF gives the page in ``#page=3`` after its path or URL, or its only page.
     Transparency becomes white; gray of more than 8 bits is scaled to 8, not clipped.
 
-    Safe to call from many threads. Besides its result, one call needs at most the sum of ``media.max_decode_bytes``,
-    twice ``media.max_bytes`` and 64 MiB. Each further thread adds at most 128 MiB and the bytes of its file, because
-    images that need more than 128 MiB are decoded one at a time.
+    Safe to call from many threads. Besides the result, one call needs at most this memory: ``media.max_decode_bytes``,
+    twice ``media.max_bytes``, and 64 MiB. Each concurrent call in another thread adds at most 128 MiB and the bytes of
+    its file, because images that need more than 128 MiB are decoded one at a time.
 
     Raises:
         MediaError: the image is missing, refused, too large, or not an image. No other exception is raised.
@@ -82,14 +83,15 @@ def load_image(source: Source, media: MediaTable) -> Image.Image:
 def load_media(kind: str, source: Source, media: MediaTable) -> Media:
     """Return the decoded image, sound or video that ``source`` names. ``kind``: "image", "audio" or "video".
 
-    Sources and exceptions are those of ``load_image``. For sound and video, a PDF page or a PIL image is not allowed.
+    ``source`` and the exceptions are as for ``load_image``, but sound and video can't come from a PDF page or a PIL
+    image.
     """
     try:
         return _image(source, media) if kind == "image" else _clip(kind, source, media)
     except MediaError as error:
         message = str(error)
-    # A new error without its cause: until the failed row has its record, the stack frames of the first
-    # error would keep the file's bytes and its pixels in memory.
+    # Raise a new error without a cause, because the stack frames of the first error would keep the file's bytes and its
+    # pixels in memory until the failed row has its record.
     raise MediaError(message)
 
 
@@ -97,8 +99,8 @@ def load_text(path: str, media: MediaTable) -> str:
     """Return the text of the file at ``path``, below ``media.root``; invalid UTF-8 becomes U+FFFD.
 
     Raises:
-        MediaError: the file is missing, outside the root, over ``media.max_bytes``, or not text (UTF-16 is refused,
-            too). No other exception is raised.
+        MediaError: the file is missing, outside ``media.root``, over ``media.max_bytes``, or not text (UTF-16 is
+            refused, too). No other exception is raised.
     """
     data = _read(path, shown(path), media)
     if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
@@ -136,10 +138,9 @@ def load_clip_bytes(source: Source, media: MediaTable) -> bytes:
 
 
 def load_for_server(kind: str, source: Source, media: MediaTable) -> Media:
-    """Return media in the form in which a server gets them: a video as its file, other media decoded as by
-    ``load_media``.
+    """Return media in the form for a server: a video as an encoded file, other media decoded as by ``load_media``.
 
-    A video whose format ``media_type`` does not know is sent as "video/mp4".
+    If ``media_type`` does not know the format of a video, its type is "video/mp4".
     """
     if kind != "video" or isinstance(source, VideoFile):
         return load_media(kind, source, media)
@@ -148,7 +149,8 @@ def load_for_server(kind: str, source: Source, media: MediaTable) -> Media:
 
 
 def media_type(kind: str, data: bytes) -> str | None:
-    """Return the MIME type of sound or video by its first bytes; None for a format that browsers don't play."""
+    """Return the MIME type of sound or video, found by the first bytes of ``data``; None for a format that browsers
+    don't play."""
     names = (name for mark, name in _TYPES.items() if mark.match(data[:64]))
     return next((name.format(kind=kind) for name in names), None)
 
@@ -221,7 +223,8 @@ def _read(source: str, name: str, media: MediaTable) -> bytes:
 class SharedMedia:
     """A thread-safe cache of images, sound and video by name, so that rows with the same image share one copy.
 
-    It needs no size limit: it holds weak references, so an entry disappears with the last request that uses it.
+    The cache needs no size limit, because it holds weak references: an entry disappears with the last request that uses
+    it.
     """
 
     def __init__(self) -> None:

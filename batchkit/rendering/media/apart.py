@@ -1,4 +1,5 @@
-"""Decoding of PDF pages, sound and video in a separate process, since a broken file may hang or crash its library."""
+"""Decoding of PDF pages, sound and video in a separate process, because a broken file may hang or crash the library
+that decodes it."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ _SPARE_BYTES = 2**30  # memory for a reader's library and its buffers
 def page_image(data: bytes, page: int | None, name: str, media: MediaTable) -> Image.Image:
     """Return one page of the PDF ``data`` as an image, at ``media.pdf_dpi`` and within the limits of ``media``.
 
-    ``page``: its number from 1; None for the only page.
+    ``page``: number of the page, from 1; None if the PDF has only one page.
 
     Raises:
-        MediaError: the PDF is broken or needs a password; it lacks the page, or has several and ``page`` is None; or
-            the page's pictures need more than ``media.max_decode_bytes``.
+        MediaError: the PDF is broken, needs a password, lacks the page, or has several pages while ``page`` is None; or
+            the pictures on the page need more than ``media.max_decode_bytes``.
     """
     with _asking(PDF_READER, data, name, media) as asked:
         if page is None and (n_pages := asked("pages")) > 1:
@@ -72,8 +73,8 @@ def decode_video(data: bytes, name: str, media: MediaTable) -> Video:
     """Return evenly spaced frames of the first video track in ``data``, within ``media``'s limits for images.
 
     Raises:
-        MediaError: the file is broken, cut short, longer than ``media.max_video_seconds``, or its frames need more than
-            ``media.max_decode_bytes``.
+        MediaError: the file is broken, cut short or longer than ``media.max_video_seconds``, or decoding its frames
+            needs more than ``media.max_decode_bytes``.
     """
     import numpy as np
 
@@ -82,7 +83,7 @@ def decode_video(data: bytes, name: str, media: MediaTable) -> Video:
         wide, high, total, seconds = asked("video", most_s)
         size = target_of(Size(wide, high), name, media)
         found = 0
-        while found != total:  # the header or the packet count may give a wrong number
+        while found != total:  # the first number, from the header or the packet count, may be wrong
             total = found or total
             chosen = _evenly(total, seconds, media)
             need_bytes = _need_bytes(Size(wide, high), size, len(chosen), name, media)
@@ -133,7 +134,8 @@ def _asking(
 
 
 def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
-    """Return the indexes of evenly spaced frames, from the first to the last frame, chosen as by vLLM's own loader."""
+    """Return the indexes of evenly spaced frames, from the first to the last frame, as vLLM's own loader chooses
+    them."""
     import numpy as np
 
     wanted = media.num_frames
@@ -143,8 +145,8 @@ def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:
 
 
 def _need_bytes(full: Size, size: Size, n_frames: int, name: str, media: MediaTable) -> int:
-    """Return the memory that decoding needs: ``n_frames`` twice at ``size``, and one frame at ``full`` size. Raises
-    MediaError if it is more than ``media.max_decode_bytes``."""
+    """Return the memory that decoding needs, in bytes: two copies of ``n_frames`` at ``size``, and one frame at
+    ``full`` size. Raises MediaError if this is more than ``media.max_decode_bytes``."""
     need_bytes = 2 * 3 * n_frames * size.width * size.height + 4 * full.width * full.height
     if need_bytes > media.max_decode_bytes:
         raise MediaError(

@@ -1,8 +1,8 @@
 """Downloads of images from http(s) URLs, only from hosts that the job names.
 
 An entry of ``media.allow_urls`` is a host for ports 80 and 443, or ``host:port``. A host name must resolve to public
-addresses only. So neither a listed name nor a redirect leads into the local network. A literal address (``10.0.0.5``,
-``127.0.0.1:8123``, ``[::1]:80``) is the user's explicit choice, and is allowed without this check.
+addresses only, so that neither a listed name nor a redirect leads into the local network. A literal address
+(``10.0.0.5``, ``127.0.0.1:8123``, ``[::1]:80``) is allowed without this check, because the user chose it explicitly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
 
 
 class _Hop(NamedTuple):
-    """One URL in a chain of redirects, which is allowed, with the checked addresses of its host."""
+    """An allowed URL in a chain of redirects, with the checked addresses of its host."""
 
     url: httpx.URL
     addresses: list[str]
@@ -43,17 +43,19 @@ class _Hop(NamedTuple):
 def fetch(url: str, name: str, media: MediaTable, *, timeout_s: float = TIMEOUT_S) -> bytes:
     """Return the body at ``url``. At most ``MAX_REDIRECTS`` redirects are followed, and each one is checked.
 
-    The host's name is resolved once per redirect. Connections go only to the addresses that were checked then, without
-    a proxy, so a name can't change in between.
+    Each URL's host name is resolved once, and its addresses are checked. Connections go only to these addresses,
+    without a proxy, so the name can't resolve to another address after the check.
 
-    ``timeout_s``: limit for everything except name resolution, which has its own limits.
+    ``timeout_s``: limit for the whole download except name resolution, which has its own limits.
 
     Raises:
-        MediaError: refused, unreachable, too slow, over ``media.max_bytes``, or not status 200.
+        MediaError: the URL is not allowed or unreachable, the download is too slow or over ``media.max_bytes``, or the
+            status is not 200.
     """
     try:
-        # httpx's timeouts start again with each byte; an event loop can end the whole download. It
-        # runs in its own thread, because the caller's thread may already run one (in a notebook).
+        # An event loop is used, because it can limit the time of the whole download, while httpx's timeouts start again
+        # with each byte. The loop runs in its own thread, because the caller's thread may already run another one (in a
+        # notebook).
         with start_blocking_portal() as portal:
             return portal.call(_follow, url, name, media, timeout_s)
     except TimeoutError as error:
@@ -88,8 +90,8 @@ def _tls() -> ssl.SSLContext:
 
 
 def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
-    """Return ``url`` with the addresses of its host. Raises MediaError if ``media.allow_urls`` does not allow it, or an
-    address is not public."""
+    """Return ``url`` with the addresses of its host. Raises MediaError if ``media.allow_urls`` does not allow the URL,
+    or an address is not public."""
     at = name if shown(url) == name else f"{name}: redirected to {shown(url)}"
     try:
         parsed = httpx.URL(url)

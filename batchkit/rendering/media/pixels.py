@@ -28,9 +28,8 @@ from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
 from batchkit.sources.rowhash import loaded, orientation_of
 
-# These open images, not Image.open: it supports 40 more formats and refuses images over
-# Image.MAX_IMAGE_PIXELS, a global of the user's process that batchkit must not change.
-# media.max_decode_bytes is the limit instead.
+# Used instead of Image.open, which supports 40 more formats and refuses images over Image.MAX_IMAGE_PIXELS, a global
+# variable of the user's process that batchkit must not change. media.max_decode_bytes is the limit instead.
 _OPENERS: dict[re.Pattern[bytes], Callable[[IO[bytes]], ImageFile]] = {
     re.compile(rb"\x89PNG\r\n\x1a\n"): PngImageFile,
     re.compile(rb"\xff\xd8\xff"): jpeg_factory,
@@ -44,21 +43,21 @@ _READABLE = "PNG, JPEG, WebP, GIF, BMP or TIFF"
 _NEW_SUBFILE_TYPE = 254  # TIFF 6.0, section 8: bit 0 for a smaller copy, bit 2 for a mask
 _OF_ANOTHER = 0b101
 
-# Copies of the pixels that a decoder holds at its peak (measured at 60 MP). WebP: two canvases, the
-# bytes and the image. TIFF: the image, and either a strip (maybe the whole image) or the image
-# turned upright. GIF and run-length BMP: a second frame.
+# Number of copies of the pixels in memory at the decoder's peak (measured at 60 MP). WebP: two canvases, the bytes and
+# the image. TIFF: the image, and either a strip (at most the whole image) or the image turned upright. GIF and
+# run-length BMP: the image and a second frame.
 _COPIES = {"WEBP": 4, "TIFF": 2, "GIF": 2, "BMP": 2}
 _STORED_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}  # else 4
 _ROW_POINTER_BYTES = 8
 
-# Averaging stops at this multiple of the target size; the rest is resampling (Image.resize's
-# reducing_gap). Measured on a rendered table from 32 to 1.6 MP: 2.5 times as fast as resampling
-# alone, PSNR 41 dB; with 3 there was nothing left to average.
+# The image is averaged down to at least this multiple of the target size, and then resampled (as with the parameter
+# reducing_gap of Image.resize). Measured on a rendered table, from 32 to 1.6 MP: 2.5 times as fast as resampling alone,
+# PSNR 41 dB. With 3, that image would not be averaged at all.
 _REDUCING_GAP = 2
 _TILE_PIXELS_A_SIDE = 1024
 
-# Images that need more than this take turns, so that the concurrent render threads don't each
-# hold media.max_decode_bytes.
+# Images that need more bytes than this are decoded one at a time, because otherwise each render thread could hold
+# media.max_decode_bytes at the same time.
 LARGE_BYTES = 128 * 2**20
 one_large_image = threading.Lock()
 
@@ -120,8 +119,8 @@ def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
 
 
 def target_of(full: Size, name: str, media: MediaTable) -> Size:
-    """Return the size in which the model gets an image of size ``full``. Raises MediaError if no model accepts the
-    aspect ratio."""
+    """Return the size to which an image of size ``full`` is scaled for the model. Raises MediaError if ``media.factor``
+    is set and the aspect ratio is over ``LARGEST_ASPECT``."""
     limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
     if media.factor is None:
         return target_size(*full, **limits)
@@ -161,7 +160,8 @@ def _open(data: bytes, name: str) -> ImageFile:
 
 
 def _has_pages(data: bytes) -> bool:
-    """Return whether a TIFF has several pages. Its second image may also be a smaller copy or a mask of the first."""
+    """Return whether a TIFF has several pages. A second image that is only a smaller copy or a mask of the first one is
+    not a page."""
     second = TiffImageFile(io.BytesIO(data))
     try:
         second.seek(1)
@@ -175,8 +175,9 @@ def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
     drafted = Size(*image.size)
     decoded = _stored_bytes(image.mode, drafted) * _COPIES.get(image.format or "", 1)
     if isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > 1:
-        # More than one scan (progressive, mostly): libjpeg keeps the coefficients of up to three
-        # channels, 2 bytes each, in full size at any draft. A thumbnail's scan counts too.
+        # The JPEG has several scans (usually it is progressive). libjpeg then keeps the coefficients of up to three
+        # channels in full size, 2 bytes each, even if it decodes at a reduced size. The scan of a thumbnail is counted,
+        # too.
         decoded += 6 * full.width * full.height
     factor = _factor(drafted, target)
     reduced = Size(-(-drafted.width // factor.width), -(-drafted.height // factor.height))
@@ -184,7 +185,7 @@ def _need_bytes(image: ImageFile, full: Size, target: Size, data: bytes) -> int:
 
 
 def _stored_bytes(mode: str, size: Size) -> int:
-    """Return the bytes in which Pillow stores an image: rows padded to 4 bytes, and one pointer per row."""
+    """Return the number of bytes that Pillow needs for an image: rows padded to 4 bytes, and one pointer per row."""
     row = -(-size.width * _STORED_BYTES.get(mode, 4) // 4) * 4
     return size.height * (row + _ROW_POINTER_BYTES)
 
@@ -273,8 +274,8 @@ def target_size(width: int, height: int, *, min_pixels: int, max_pixels: int) ->
     A size within the limits is returned unchanged. Otherwise both sides are scaled by √(limit / (width · height)),
     rounded down when shrinking and up when growing. Integers avoid float errors. Both sides must be at least 1.
 
-    ``max_pixels`` always holds. If it conflicts with the aspect ratio (a side would fall below one pixel) or with
-    ``min_pixels``, the longer side is cut.
+    The result never has more than ``max_pixels``. If this limit conflicts with the aspect ratio (a side would be
+    shorter than one pixel) or with ``min_pixels``, the longer side is shortened.
     """
     pixels = width * height
     if pixels > max_pixels:
@@ -294,9 +295,10 @@ def smart_size(width: int, height: int, *, factor: int, min_pixels: int, max_pix
     """Return the size that transformers' Qwen-VL processors choose (``smart_resize``): both sides are multiples of
     ``factor``.
 
-    Within the limits, sides are rounded to the nearest multiple. Outside of them, they are scaled by √(limit / pixels),
-    down to a multiple when shrinking and up when growing. The processor then does not resize the image. It refuses an
-    image whose longer side is more than ``LARGEST_ASPECT`` times the shorter one.
+    Within the limits, sides are rounded to the nearest multiple. Outside of the limits, they are scaled by √(limit /
+    pixels), and rounded down to a multiple when shrinking, up when growing. The processor does not resize an image of
+    this size again. The processor refuses an image whose longer side is more than ``LARGEST_ASPECT`` times the shorter
+    one.
     """
     wide, high = (round(side / factor) * factor for side in (width, height))
     if wide * high > max_pixels:

@@ -13,8 +13,10 @@ from batchkit.types import Audio
 
 FRAME_S = 0.02
 _FLOOR_DB = -60.0  # anything quieter counts as silence
-_OVER_NOISE = 0.3  # threshold of sound: share of the way from the noise to the loud parts, in dB
-_OVER_SILENCE = 0.1  # the same; quieter frames have only noise
+# Thresholds between the loudness of the noise (0) and of the loud parts (1), on the dB scale.
+_OVER_NOISE = 0.3  # louder frames have sound
+_OVER_SILENCE = 0.1  # quieter frames have only noise
+# A threshold is at least this far below the loud parts, but not below _FLOOR_DB.
 _UNDER_LOUD_DB = 10.0
 _SHORTEST_PAUSE_S = 0.1
 _NEAR_S = 0.1  # assumed precision of a model's time stamps
@@ -35,8 +37,8 @@ class Span(NamedTuple):
 class SoundPart(NamedTuple):
     """A chunk of a recording, which is sent to the model as one request.
 
-    - ``heard``: the span that the model gets. It overlaps those of the neighboring chunks.
-    - ``own``: the part of it whose text is kept. The own spans of all chunks cover the recording once.
+    - ``heard``: the span whose sound the model gets. It overlaps the ``heard`` spans of the neighboring chunks.
+    - ``own``: the part of ``heard`` whose text is kept. The ``own`` spans of all chunks cover the recording once.
     - ``is_cut``: the chunk ends within speech, because there was no silence.
     """
 
@@ -69,8 +71,8 @@ class Sound:
     def without(self, covered: Iterable[tuple[float, float]], within: Span) -> list[Span]:
         """Return the spans with sound inside ``within`` that are in no span of ``covered``.
 
-        They show which sound a transcript lacks. Sound within 0.1 s of a covered span, and spans shorter than 0.14 s,
-        are left out.
+        The result shows for which sound a transcript has no text. Sound within 0.1 s of a covered span, and spans
+        shorter than 0.14 s, are left out.
         """
         left = self._has_sound.copy()
         left[: _frame(within.start)] = False
@@ -81,11 +83,12 @@ class Sound:
         return [span for span in found if span.seconds >= _SHORTEST_SOUND_S]
 
     def parts(self, most_s: float, overlap_s: float) -> list[SoundPart]:
-        """Return the chunks of the recording. The sound that the model gets for each is at most ``most_s`` seconds
+        """Return the chunks of the recording. The sound that the model gets for a chunk is at most ``most_s`` seconds
         long.
 
-        A chunk ends in the middle of the longest silence of its second half; without a silence, at its quietest moment.
-        It overlaps each neighbor by ``overlap_s``, but not beyond the silence between them.
+        A chunk ends in the middle of the longest silence in its second half or, if there is none, at the quietest
+        moment there. The sound of a chunk extends by ``overlap_s`` into each neighbor, but not beyond the silence
+        between them.
         """
         cuts, silences = [0.0], [Span(0.0, 0.0)]
         while self.seconds - max(0.0, cuts[-1] - overlap_s) > most_s:
@@ -112,8 +115,8 @@ class Sound:
         return Span(start, end)
 
     def _silence(self, earliest: float, latest: float) -> Span:
-        """Return the longest silence between the times ``earliest`` and ``latest``; if several are equally long, the
-        last.
+        """Return the longest silence between the times ``earliest`` and ``latest``; the last one if several are equally
+        long.
 
         Without a silence of at least 0.1 s, return an empty span at the quietest moment.
         """

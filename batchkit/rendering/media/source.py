@@ -21,7 +21,7 @@ from batchkit.errors import JobError, MediaError
 from batchkit.sources import reader
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-# ".." between separators, percent-encoded to any depth, since a store or its server may decode it.
+# ".." between separators. Each may be percent-encoded, even several times, because a store may decode the path.
 _SEPARATOR = r"(?:/|\\|%(?:25)*(?:2f|5c))"
 _UPWARD = re.compile(rf"(?:^|{_SEPARATOR})(?:\.|%(?:25)*2e){{2}}(?:{_SEPARATOR}|$)", re.IGNORECASE)
 _PAGE = re.compile(  # RFC 8118; a URL may have a query
@@ -30,7 +30,7 @@ _PAGE = re.compile(  # RFC 8118; a URL may have a query
 
 
 class PageOf(NamedTuple):
-    """The path or URL of a file, and the number of a page in it (None without a page)."""
+    """The path or URL of a file, and the number, from 1, of a page in it. ``page`` is None if no page is named."""
 
     file: str
     page: int | None
@@ -45,7 +45,7 @@ def page_of(source: str) -> PageOf:
 def is_for_fetch(source: str, media: MediaTable) -> bool:
     """Return whether ``source`` is a URL to download, not a file below ``media.root``.
 
-    If the root is a folder, this is any URL except ``file://``.
+    If ``media.root`` is a folder, every URL except ``file://`` is downloaded.
     """
     scheme = _SCHEME.match(source)
     if scheme is None or scheme[0].lower() == "file://":
@@ -54,7 +54,8 @@ def is_for_fetch(source: str, media: MediaTable) -> bool:
 
 
 def read_file(source: str, name: str, media: MediaTable) -> bytes:
-    """Return the file at ``source``, a path or ``file://`` URL, which must be under ``media.root``.
+    """Return the content of the file at ``source``, a path or ``file://`` URL, which must be below ``media.root``.
+    ``name``: the file's name in messages.
 
     Raises:
         MediaError: the file is missing, outside the root, not a regular file, or over ``media.max_bytes``.
@@ -66,7 +67,7 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
         if not resolved.is_relative_to(root):
             raise _outside(name, resolved, root)
         with io.BufferedReader(open_regular(resolved)) as file:
-            # Since the check, a folder in the path may have been replaced by a link to the outside.
+            # Check again, because a folder in the path may have been replaced with a link to the outside meanwhile.
             found = Path(f"/proc/self/fd/{file.fileno()}").readlink()
             if not found.is_relative_to(root):
                 raise _outside(name, found, root)
@@ -146,13 +147,14 @@ def shown(source: object, kind: str = "image") -> str:
 
 
 def line(text: str) -> str:
-    """Return ``text`` for a message: on one line, printable, and cut if it is long."""
+    """Return ``text`` in a form for messages: on one line, printable, and cut if it is long."""
     found = text if text.isprintable() else repr(text)
     return found if len(found) <= 200 else f"{found[:120]}… ({len(found)} characters)"
 
 
 def check_named(source: str, name: str) -> None:
-    """Raise MediaError if ``source`` is an empty text, because the template that should name a file gave nothing."""
+    """Raise MediaError if ``source`` is empty, which happens if a template that should name a file renders to no
+    text."""
     if not source:
         raise MediaError(
             f"{name}: the template in prompt.images, videos, audios or texts gave no text; check the row's field"
@@ -186,7 +188,8 @@ def check_root(media: MediaTable) -> None:
 
 
 def read_remote(source: str, name: str, media: MediaTable) -> bytes:
-    """Return the file at ``source``, a path below ``media.root``, or a URL that begins with it.
+    """Return the content of the file at ``source``: a path below ``media.root``, or a URL that begins with
+    ``media.root``.
 
     Raises:
         MediaError: the file is missing, outside the root, a folder, or over ``media.max_bytes``; or the store has any
@@ -199,8 +202,8 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
         raise MediaError(f"{name}: {_unopened(media.root, error)}") from error
     path = f"{folder.rstrip('/')}/{below}" if folder else below
     try:
-        # Some filesystems have their own syntax: for git and GitHub, only the text after a ":" or "@"
-        # is the path, so a name could leave the folder.
+        # Some filesystems have their own syntax. For git and GitHub, only the text after a ":" or "@" is the path, so a
+        # name with these characters could lead outside the folder.
         if folder and not filesystem._strip_protocol(path).startswith(folder.rstrip("/") + "/"):
             raise _outside_url(name, root)
         found = filesystem.info(path)
@@ -208,7 +211,8 @@ def read_remote(source: str, name: str, media: MediaTable) -> bytes:
             raise MediaError(f"{name}: is a folder; give the path of a file")
         size = found.get("size")
         check_bytes(size or 0, name, media)
-        # Not open(): memory:// shares one file among threads. An empty object has no range to request.
+        # cat_file instead of open(), because memory:// shares one open file among threads. An empty object has no bytes
+        # to request.
         end = media.max_bytes + 1
         data: bytes = b"" if size == 0 else filesystem.cat_file(path, start=0, end=end)
     except MediaError:
@@ -235,7 +239,7 @@ def _filesystem_of(url: str) -> tuple[Any, str]:
     return _opened_filesystem(url, threading.get_ident(), os.getpid())
 
 
-@lru_cache(maxsize=256)  # a zip archive's list of members is read each time it is opened
+@lru_cache(maxsize=256)  # cached, because opening a zip archive reads its list of members
 def _opened_filesystem(url: str, thread: int, process: int) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 

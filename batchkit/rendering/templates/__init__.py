@@ -1,8 +1,8 @@
 """The Jinja templates of a job, rendered with a row's fields.
 
 A template that can't hang (``plain``) is rendered in the caller's thread. Any other template may run forever or use all
-memory, and Python can't stop it in a thread. So it is rendered in a process that can be killed (``child``), within
-limits of time, memory and text.
+memory, and Python can't stop it in a thread. It is therefore rendered in a process that can be killed (``child``), with
+limits for its time, its memory and the size of its result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from batchkit.rendering.templates.sandbox import (
 _LONE_EXPRESSION = re.compile(r"\A\s*\{\{[-+]?(?P<expression>[^{}]+?)[-+]?\}\}\s*\Z")
 ROW = "row"  # the name in templates for all fields of the row
 _HANDLER = "batchkit.rendering.templates.child"
-# Limits the child processes that render at the same time to the cores: more would only be slower.
+# Limits the number of child processes that render at the same time to the number of cores: more would be slower.
 _CORES = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 _UNKNOWN_NAME = re.compile(
     r"'(?:\{\{[-+]?\s*)?([^'{}]+?)(?:\s*[-+]?\}\})?' is undefined|'dict object' has no attribute '(\w+)'"
@@ -48,12 +48,13 @@ class RowTemplate:
     """A Jinja template. Several threads may share it.
 
     - ``source``: the template's text. ``key``: its name in errors.
-    - ``keeps_type``: if the template is only ``{{ expression }}``, its value is that of the expression, for example
-      bytes or a list, instead of text.
-    - ``marks``: names that are not fields of the row. The attribute ``marks`` holds those that the template uses.
+    - ``keeps_type``: True if a template that is only ``{{ expression }}`` gives the value of the expression, for
+      example bytes or a list, instead of text.
+    - ``marks``: names of place marks, which are not fields of the row. The attribute ``marks`` holds the ones that the
+      template uses.
 
     Raises:
-        JobError: it is not a valid template.
+        JobError: ``source`` is not a valid template.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class RowTemplate:
                 )
             read = fields_read(source)
             self.names, self.marks = read - marks, read & marks
-            if "self" in names_in_order(source):  # Jinja fills in an object that lists its blocks
+            # For the name "self", Jinja would fill in the object with the template's blocks.
+            if "self" in names_in_order(source):
                 raise JinjaError("self is a reserved name of Jinja; rename the row's field")
             self._here = None if self.is_apart else self._compiled()
         except _CANT_BE_COMPILED as error:
@@ -93,16 +95,17 @@ class RowTemplate:
         """Return the template filled in with ``names``.
 
         Raises:
-            TemplateError: a name is missing, an expression fails, or it needs too much memory or text.
-            RenderTimeoutError: it took too long.
+            TemplateError: a name is missing, an expression fails, or the template needs too much memory or gives too
+                much text.
+            RenderTimeoutError: rendering took longer than ``run.row_timeout_s``.
         """
         return str(self.value(names))
 
     def value(self, names: Mapping[str, Any]) -> Any:
         """Return the text of the template; with ``keeps_type``, the value of a lone ``{{ expression }}``.
 
-        A value computed in the child process is text, bytes, a number, None, or lists and dicts of them. Raises as
-        ``text``.
+        A value computed in the child process is text, bytes, a number, None, or a list or dict of such values. Raises
+        the exceptions of ``text``.
         """
         if self._defaults:
             names = {**self._defaults, **names}
@@ -151,7 +154,7 @@ class RowTemplate:
         return f"{self.key}: {self.source!r} is undefined"
 
     def _check(self) -> None:
-        """Raise Jinja's exception if the template has a mistake. Constants are not computed, since that may never
+        """Raise Jinja's exception if the template has a mistake. Constants are not computed, because that may never
         end."""
         if self._expression is None:
             reading().compile(self.source)
@@ -159,8 +162,8 @@ class RowTemplate:
             reading().compile_expression(self._expression)
 
     def _compiled(self) -> Callable[[Mapping[str, Any]], Any]:
-        """Return a function that renders the template. It takes a dict instead of keywords, since a column may be named
-        "self"."""
+        """Return a function that renders the template. The function takes a dict instead of keywords, because a column
+        may be named "self"."""
         environment = with_functions()
         if self._expression is not None:
             return environment.compile_expression(self._expression, undefined_to_none=False)
@@ -195,7 +198,7 @@ def _of_unknown_name(message: str, known: tuple[str, ...]) -> str:
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    """Return advice on the unknown ``name``, such as a similar one, as the end of a message; "" if there is none."""
+    """Return advice on the unknown ``name``, such as a similar name, as the end of a message; "" if there is none."""
     longer = [k for k in known if re.match(rf"{re.escape(name)}\W", k)]
     if near := next(iter(longer), nearest(name, known)):
         is_word = near.isidentifier()

@@ -1,6 +1,6 @@
 """The process that renders templates which may hang or need too much memory.
 
-It refuses a template that needs more memory, or makes more text, than a prompt can have.
+The process refuses a template that needs too much memory, or whose result is larger than any prompt.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jinja2 import StrictUndefined, UndefinedError
 from batchkit.isolation.child import ChildRefusal, answer_all, limit_memory
 from batchkit.rendering.templates.sandbox import functions_called, with_functions
 
-MOST_MEMORY = 1 << 30  # bytes, plus eight times the size of the input
-MOST_BYTES = 16_000_000  # of text (4 million tokens), plus four times the size of the input
+MOST_MEMORY = 1 << 30  # bytes; the limit is this plus eight times the size of the input
+MOST_BYTES = 16_000_000  # of the result (4 million tokens); the limit is this plus four times the size of the input
 
 
 def main(connection: Connection) -> None:
@@ -56,7 +56,7 @@ def _compiled(source: str, expression: str | None) -> Callable[[Mapping[str, Any
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` in types that ``marshal`` supports."""
+    """Return ``value`` converted to types that ``marshal`` supports. Raises TypeError for any other type."""
     match value:
         case str():
             return str(value)

@@ -1,7 +1,7 @@
 """A test for templates that can't hang, so that the run's own process can render them.
 
-Only listed constructs are allowed; any other template is rendered in a process that can be killed. A filter may make
-its input up to 16 times longer, and two such filters are allowed. A loop may use only its own item and contains no
+Only the constructs listed here are allowed. A filter that makes its input longer may add at most 16 characters at each
+position, and at most two such filters may be applied to each other. A loop may use only its own item and may contain no
 other loop, so that sizes are not multiplied.
 """
 
@@ -39,8 +39,8 @@ _GROWING = {"e", "escape", "indent", "join", "replace", "tojson", "urlencode"}
 # fmt: on
 _PADDED_DATE = re.compile(r"%[^A-Za-z%]")
 _MOST_NUMBER = 100_000
-_MOST_GROWN_BY = 16  # characters of an argument that a filter may add at every position
-_MOST_GROWTH = 2  # growing filters, one applied to the other
+_MOST_GROWN_BY = 16  # maximum characters of an argument, which a filter may add at every position
+_MOST_GROWTH = 2  # maximum number of growing filters that are applied to each other
 
 
 def is_plain(tree: nodes.Template) -> bool:
@@ -90,7 +90,8 @@ def _is_known_call(name: str, known: set[str], arguments: list[nodes.Expr]) -> b
 
 
 def _is_simple(loop: nodes.For) -> bool:
-    """Return whether the loop's time is linear in its iterable, which must be a part of the row."""
+    """Return whether the time of ``loop`` is linear in the size of its iterable, and no growing filter makes the
+    iterable."""
     own = {"loop", *(name.name for name in _names([loop.target]))}
     parts = [*loop.body, *([loop.test] if loop.test else [])]
     return (
@@ -102,7 +103,7 @@ def _is_simple(loop: nodes.For) -> bool:
 
 
 def _growth(node: nodes.Node) -> int:
-    """Return how many filters and methods in ``node`` make a text longer."""
+    """Return the number of filters and methods in ``node`` that make a text longer."""
     return sum(map(_grows, [node, *node.find_all(nodes.Expr)]))
 
 

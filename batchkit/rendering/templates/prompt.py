@@ -48,7 +48,7 @@ class FileTemplates:
 
 
 class PromptTemplates:
-    """The templates of ``[prompt]`` with its tools, ``[pair]`` and ``retry.reask_note``.
+    """The templates of ``[prompt]`` (with its tools), ``[pair]``, ``[sampling]`` and ``retry.reask_note``.
 
     Several threads may share it.
 
@@ -84,10 +84,10 @@ class PromptTemplates:
         texts = [*filter(None, (self.system, self.user, self.query, self.documents))]
         tools = [*filter(None, [self.tools.template])]
         self.names = _names_of(texts)
-        """The names in the prompt's text: fields of the row, its texts, or entries of ``[vars]``."""
+        """The names in the prompt's text: fields of the row, names in ``prompt.texts``, or entries of ``[vars]``."""
         in_order = [name for text in texts for name in names_in_order(text.source)]
         fields = self.names - job.vars.keys()
-        # Most chat templates put the tools before the messages.
+        # Tools first, because most chat templates put them before the messages.
         self.fields_in_order = sorted(_names_of(tools) - job.vars.keys())
         self.fields_in_order += [name for name in dict.fromkeys(in_order) if name in fields]
         self.all = [*texts, *tools, *self.files.all]
@@ -137,8 +137,8 @@ def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
 
 
 def number_of(template: RowTemplate, names: Mapping[str, Any]) -> Any:
-    """Return the number that a template gives; it may still be a text of digits. Raises RequestError if the template's
-    value is not a number."""
+    """Return the number in a template's value, which may be a number or a text such as "0.5". Raises RequestError for
+    any other value."""
     found = template.value(names)
     if not isinstance(number := from_json(found), int | float):
         raise RequestError(
@@ -151,8 +151,8 @@ def constant_files(job: JobConfig) -> dict[str, str]:
     """Return a hash of each prompt file that is the same for all rows, because its template uses no field of the row.
 
     The hashes become part of the run's identity, so that a changed sample image is noticed. A hash is stored under the
-    template's key, followed by the file's number if there are several. Left out are web addresses, and files that can't
-    be read: each row reports them later.
+    template's key, followed by the file's number if the template names several files. Web addresses and unreadable
+    files are left out; each row reports an unreadable file later.
 
     Raises:
         JobError: a template is not valid.
@@ -180,7 +180,7 @@ def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str
     names = set[str]().union(*map(fields_read, templates))
     if prompt is not None:
         made = PromptTemplates(job.model_copy(update={"prompt": prompt}))
-        # A text's path may read the field that the text replaces.
+        # A template for a text's path may use a field with the name of the text, so these templates are separate.
         texts = _names_of(made.files.texts.values())
         shown = (part for part in made.all if part not in made.files.texts.values())
         names |= (_names_of(shown) - prompt.texts.keys()) | texts

@@ -1,7 +1,7 @@
 """Jinja's sandbox in two forms: one for parsing and one for rendering.
 
-Both refuse private attributes and changes to a row's values. A template that appended to a list would change the row
-and its hash.
+Both refuse private attributes and changes to a row's values, because a template that appends to a list would change the
+row and its hash.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _OPERATORS = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
 
 class _Method:
-    """A method of a row's value, as a template gets it. It can only be called; printed, it would show a memory
-    address."""
+    """A method of a row's value, as a template gets it. The method can only be called, because its text would contain a
+    memory address."""
 
     def __init__(self, method: Any) -> None:
         self._method = method
@@ -35,7 +35,7 @@ class _Method:
     def _refuse(self, *args: Any) -> Any:
         """Raise TypeError for a template that uses the method without calling it.
 
-        The template may mean a field of that name: for ``data.items``, Jinja returns the method of dict.
+        The template may mean a field with the method's name: for ``data.items``, Jinja returns the method of dict.
         """
         name = self._method.__name__
         raise TypeError(
@@ -55,7 +55,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return _only_called(super().getattr(obj, attribute))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return ``obj[argument]``. For a dict, only its keys are looked up; Jinja would also return its methods."""
+        """Return ``obj[argument]``. For a dict, only its keys are looked up, while Jinja would also look up its
+        methods."""
         if isinstance(obj, Mapping) and isinstance(argument, str) and argument not in obj:
             return self.undefined(obj=obj, name=argument)
         return _only_called(super().getitem(obj, argument))
@@ -66,8 +67,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Reading(ImmutableSandboxedEnvironment):
-    """An environment that only parses templates. Jinja computes constants when it compiles, and ``9**9**9`` never
-    ends."""
+    """An environment that only parses templates and computes no constants. Jinja would compute them when it compiles a
+    template, and ``9**9**9`` never ends."""
 
     intercepted_binops = _OPERATORS
 
@@ -83,7 +84,7 @@ def _never_called(context: Context, *args: Any, **kwargs: Any) -> Any:
 
 
 def _indented(value: Any, *args: Any, **kwargs: Any) -> str:
-    """Return the indented text. This filter replaces Jinja's own, which modifies a list that it gets."""
+    """Return the indented text. This filter replaces Jinja's own filter, which modifies a list that it gets."""
     return do_indent(value if isinstance(value, str) else str(value), *args, **kwargs)
 
 
@@ -92,10 +93,10 @@ def _only_called(value: Any) -> Any:
 
 
 def with_functions(names: Set[str] = frozenset()) -> ImmutableSandboxedEnvironment:
-    """Return an environment for rendering in which only Jinja's functions called ``names`` exist, for example
-    ``range``.
+    """Return an environment for rendering. Of Jinja's functions, such as ``range``, only the ones in ``names`` exist in
+    it.
 
-    Without ``range`` in ``names``, a template that uses a missing field ``range`` gets an error instead of the
+    If ``range`` is not in ``names``, a template that uses a missing field ``range`` fails, instead of getting the
     function. Only templates that ``is_plain`` allows are certain to end.
     """
     made = _Sandbox(undefined=StrictUndefined, keep_trailing_newline=True)
@@ -135,8 +136,8 @@ def names_printed(source: str) -> Iterator[str]:
 
 
 def keys_read(source: str, table: str) -> Iterator[tuple[str | None, str | None]]:
-    """Yield (key, part) for each ``table.key.part`` in a template. A missing or computed one is None, as in
-    ``table[name]``."""
+    """Yield (key, part) for each ``table.key.part`` in a template. A key or part is None if it is missing or computed,
+    as in ``table[name]``."""
     tree = reading().parse(source)
     if table not in find_undeclared_variables(tree):
         return
@@ -159,5 +160,5 @@ def _key_of(node: Any) -> str | None:
 
 
 def names_in_order(source: str) -> list[str]:
-    """Return every name in a template, repeated as it occurs."""
+    """Return every name in a template in the order of use; a name that is used twice is returned twice."""
     return [name.name for name in reading().parse(source).find_all(nodes.Name)]
