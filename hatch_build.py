@@ -1,4 +1,4 @@
-"""Called by hatchling: the README and the links as a registry's page shows them."""
+"""A build hook for hatchling that adapts the README and the links to the page of a package registry."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ _PICTURE = re.compile(r"!\[([^]]+)\]\(([^)]+)\)\n*")
 
 
 class CustomMetadataHook(MetadataHookInterface):
-    """On a registry's page a link to a file leads nowhere: it becomes one to the file in the
-    repository, whose address is in the environment variable ``REPOSITORY``, or else plain text. So do pictures, or
-    else they are left out."""
+    """A hook that replaces relative links in the README, because they lead nowhere on a registry's page.
+
+    If the environment variable ``REPOSITORY`` holds the repository's address, links and pictures lead to the files in
+    the repository. Otherwise links become plain text, and pictures are left out.
+    """
 
     def update(self, metadata: dict[str, Any]) -> None:
         readme = Path(self.root, "README.md").read_text(encoding="utf-8")

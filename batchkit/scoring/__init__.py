@@ -1,11 +1,11 @@
 """Scoring: an extractor reads the prediction from an answer's text, and scorers compare it with the correct answer.
 
-A scorer scores one record; a metric (``metrics``) summarizes many. A score is a number, usually from 0 to 1
-(``reward``: 0 to 10; word and character error rates may exceed 1), or None for "unscored", which is never the same as
-0. Failed rows are never scored.
+A scorer scores one record; a metric (``metrics``) summarizes the scores of many records. A score is a number, usually
+from 0 to 1 (``reward``: 0 to 10; word and character error rates may exceed 1), or None for "unscored", which is never
+the same as 0. Failed rows are never scored.
 
-Scores of deferred scorers (``deferred``) are None here; ``batchkit.commands.score`` fills them in when all rows have
-finished.
+The scores of deferred scorers (``deferred``) are None here; ``batchkit.commands.score`` computes them when all rows
+have finished.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _BLANK = "the answer has no text"
 
 
 class Scored(NamedTuple):
-    """The prediction in an answer, and its scores. A score of None means unscored.
+    """The prediction in an answer (None if there is none), and its scores by name. A score of None means unscored.
 
-    ``unscored``: the reason, unless simply the prediction or the reference is missing.
+    ``unscored``: the reason why scores are None. It is None if all scores were computed, or if the only reason is that
+    the prediction or the reference is missing.
     """
 
     prediction: str | None
@@ -47,7 +48,7 @@ class Scoring:
     """An object that scores answers by the rules of ``table`` (``[scoring]``). Immutable.
 
     - ``references``: the correct answers by row id, if ``reference_run`` provides them.
-    - ``say``: called with a message for each row on which an extractor or scorer failed.
+    - ``say``: called with a message each time that an extractor or scorer fails on a row.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Scoring:
 
     @property
     def scorers(self) -> list[str]:
-        """The names of the scorers in all rules."""
+        """The names of the scorers in ``[scoring]`` and its rules."""
         return scorers_of(self._table)
 
     @property
@@ -80,10 +81,10 @@ class Scoring:
         return next((table for fits, table in self._rules if fits(fields)), self._table)
 
     def score(self, text: str, fields: Mapping[str, Any], row_id: str) -> Scored:
-        """Return the prediction in ``text`` and its scores. Never raises, whatever the model wrote.
+        """Return the prediction in ``text`` and its scores. Never raises an exception, whatever the model wrote.
 
-        A blank text is unscored, unless the scorer counts missing words. Blank texts occur only as one of several
-        choices, or as the transcript of a recording without speech.
+        A blank text is unscored, unless the job has a scorer of error rates, which count missing words. Blank texts
+        occur only as one of several choices, or as the transcript of a recording without speech.
         """
         if not text.strip() and not {*ERROR_RATES} & {*self.scorers}:
             return self.score_prediction(None, fields, row_id, [_BLANK])
@@ -99,7 +100,8 @@ class Scoring:
         row_id: str,
         why: Iterable[str] = (),
     ) -> Scored:
-        """Return the scores of a prediction that was already extracted. ``why``: the reasons if it is None."""
+        """Return the scores of a prediction that was already extracted. ``why``: the reasons why the prediction is
+        None, if it is."""
         table, reasons = self.table_for(fields), [*why]
         reference = self.reference(fields, row_id)
         scores: dict[str, float | None] = {}
@@ -117,7 +119,8 @@ class Scoring:
         return self.found(text, fields, row_id) is None
 
     def found(self, text: str, fields: Mapping[str, Any], row_id: str = "?") -> str | None:
-        """Return the prediction that the extractor finds in the answer, without its default, or None."""
+        """Return the prediction that the extractor finds in the answer, or None. The extractor's default is not
+        used."""
         table = self.table_for(fields)
         find = partial(extracted, text, table, may_default=False)
         return self._tried(f"the extractor {table.extractor}", row_id, find, [])
@@ -135,9 +138,10 @@ class Scoring:
     def _tried(
         self, who: str, row_id: str, make: Callable[[], T | None], reasons: list[str]
     ) -> T | None:
-        """Return the result of ``make``. If it fails, append the reason to ``reasons`` and return None.
+        """Return the result of ``make``. If ``make`` fails, append the reason to ``reasons``, report it with ``say``,
+        and return None.
 
-        A failure to score must not lose the answer, which took GPU time.
+        No exception is raised, because a failure to score must not lose the answer, which took GPU time.
 
         - ``who``: the extractor or scorer that ``make`` calls, for the message.
         """
@@ -158,7 +162,7 @@ def scoring_of_steps(job: JobConfig) -> dict[str, Scoring]:
 
 
 def scorers_of(table: ScoringTable) -> list[str]:
-    """Return the names of the scorers in all rules, in the order of the job file."""
+    """Return the names of the scorers in ``table`` and its rules, in the order of the job file."""
     return list(dict.fromkeys(name for each in table.tables for name in each.scorers))
 
 
@@ -170,7 +174,7 @@ def fields_of(table: ScoringTable) -> set[str]:
 
 
 def score_names(table: ScoringTable) -> list[str]:
-    """Return the names of a record's scores from all rules, in the order of the job file."""
+    """Return the names of the scores that records may have by ``table`` and its rules, in the order of the job file."""
     return list(dict.fromkeys(chain.from_iterable(map(scores_of, scorers_of(table)))))
 
 
@@ -187,7 +191,7 @@ def kept_fields(job: JobConfig) -> list[str]:
 
 
 def _as_text(value: Any) -> str:
-    """Convert a field to text in its stored form: as JSON, but a date without quotes."""
+    """Return a field's value as text: a text unchanged, any other value as JSON, but a date without quotes."""
     if isinstance(value, str):
         return value
     text = encoded(value).decode().strip()

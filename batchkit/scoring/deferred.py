@@ -14,8 +14,8 @@ DEFERRED = {"chart": "batchkit.contrib.realhit.chart.scorer"}
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer to score: its text, the fields of its row, the correct answer if there is one, and the scores already
-    computed (``known``)."""
+    """An answer to score. ``index`` and ``id``: those of its row. ``fields``: the row's fields. ``reference``: the
+    correct answer, or None. ``known``: the prediction, and the scores that were already computed."""
 
     index: int
     id: str
@@ -26,13 +26,14 @@ class Answered:
 
 
 class DeferredScorer(Protocol):
-    """A scorer of all answers of a run, as a module or an object."""
+    """A module or an object that scores all answers of a run at once."""
 
     scores: Sequence[str]
-    """Names of the scores that it gives. They are None until it has run."""
+    """Names of the scores that this scorer gives. These scores are None until the scorer has run."""
 
     def fields(self, job: JobConfig, **parameters: Any) -> set[str]:
-        """Return the row fields that it reads, besides the reference; an answer has only these fields for certain."""
+        """Return the row fields that ``score`` reads, besides the reference. ``Answered.fields`` may lack all other
+        fields."""
 
     def score(
         self,
@@ -41,9 +42,9 @@ class DeferredScorer(Protocol):
         say: Callable[[str], None],
         **parameters: Any,
     ) -> Mapping[int, Mapping[str, float | None]]:
-        """Return scores from 0 to 1 by the index of the answer, then by name. Scores that are left out are None.
+        """Return scores from 0 to 1: by ``Answered.index``, then by name. Scores that are left out count as None.
 
-        ``answers`` are those with this scorer and these parameters in ``scorers``; there is at least one. ``say`` prints
+        ``answers``: the answers whose ``scorers`` name this scorer with these parameters; at least one. ``say`` prints
         a line. The keyword-only parameters of this method are the scorer's parameters in the job file; ``fields`` gets
-        them, too.
+        the same ones.
         """

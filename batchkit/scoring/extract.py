@@ -28,8 +28,8 @@ Extractor = Callable[..., str | None]
 
 
 class OrElse(NamedTuple):
-    """An extractor ``find`` with a default. If ``find`` finds nothing, ``retry.reask`` asks again; if that does not
-    help, ``default`` gives the prediction. Both get the same parameters.
+    """An extractor ``find`` with a default. If ``find`` finds nothing, the row is asked again as ``retry.reask``
+    allows. If ``find`` still finds nothing, ``default`` gives the prediction. Both functions get the same parameters.
     """
 
     find: Extractor
@@ -47,24 +47,24 @@ EXTRACTORS = {
     "score": "batchkit.scoring.extract:score",
 }
 
-# The start of an object or list: followed by a key, a value or the end.
+# The opening bracket of an object or list, if a key, a value or the closing bracket follows.
 _OPENED = re.compile(r"""\{(?=[ \t\n\r]*+["}])|\[(?=[ \t\n\r]*+["{\[\]\-\dtfnNI])""")
-# The number after `[Score]:` or `Score:`, bold or not. A slash ends it: "85/100" is 85. Only a plain minus is accepted
-# as sign: with another dash, "−5" has no score, instead of being read as 5.
+# The number after `[Score]:` or `Score:`, bold or not. It ends at a slash: "85/100" is 85. As sign, only the ASCII
+# minus is accepted: "−5" with another dash gives no score, because reading it as 5 would be wrong.
 _SCORE = re.compile(
     r"Score[\]*_]*+\s*+:[^\w.+\-\u2010-\u2015\u2212]*+([+-]?(?:\d++(?:\.\d++)?|\.\d++))"
 )
 FENCED = re.compile(r"```[ \t]*+\w*+[ \t]*+\r?\n(.*?)```", re.DOTALL)
 _ANSWERS = ("answer", "prediction")
-# Characters that may be read without finding JSON: a text full of brackets would take hours.
+# Maximum number of characters read without finding JSON, because a text full of brackets would take hours.
 _MOST_IN_VAIN = 10_000_000
-_DEAR = 10_000  # cost of a value nested too deeply for Python, in characters
-_FAILURE = 50  # cost of each failed attempt, in characters
+_DEAR = 10_000  # characters counted for a value nested too deeply for Python
+_FAILURE = 50  # characters counted for each failed attempt, besides those read
 
 
 def whole(text: str) -> str | None:
-    """Return the text without surrounding white space. If it is a JSON object, return its ``answer`` or
-    ``prediction``."""
+    """Return the text without surrounding white space. If the text is a JSON object, return its ``answer`` or
+    ``prediction`` if it has one."""
     text = text.strip()
     if text.startswith("{") and text.endswith("}"):
         for key in _ANSWERS:
@@ -75,13 +75,14 @@ def whole(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number, without thousands separators."""
+    """Return the last number in the text, without thousands separators."""
     found = numbers_in(text)
     return in_digits(found[-1]) if found else None
 
 
 def reward(text: str, *, default: float | None = None) -> str | None:
-    """Return the score from 0 to 10 in the text. ``default_reward`` uses the parameter."""
+    """Return the score from 0 to 10 in the text; None if there is no number. ``default`` is not used here, but by
+    ``default_reward``."""
     found = parse_reward(text)
     return None if found is None else f"{found:g}"
 
@@ -116,7 +117,8 @@ def regex(text: str, *, pattern: Annotated[str, AfterValidator(_compiles)]) -> s
 
 
 def json_value(text: str, *, key: str | None = None) -> str | None:
-    """Return the value at ``key`` in the last JSON object or list that has it, as JSON unless it is text."""
+    """Return the value at the dotted ``key`` in the last JSON object or list in ``text`` that has this key. If ``key``
+    is None, the value is the object or list itself. A value that is not text is returned as JSON."""
     found = None
     for value in _json_in(text):
         at_key = _at(value, key)
@@ -127,7 +129,7 @@ def json_value(text: str, *, key: str | None = None) -> str | None:
 
 
 def code(text: str) -> str | None:
-    """Return the last fenced block; without a fence, the text from the first ``import`` line on."""
+    """Return the last fenced code block. If there is none, return the text from the first ``import`` line on."""
     if blocks := FENCED.findall(text):
         return str(blocks[-1]).strip()
     start = re.search(r"^(import|from) \w", text, re.MULTILINE)
@@ -136,7 +138,7 @@ def code(text: str) -> str | None:
 
 def _json_in(text: str) -> Iterator[Any]:
     decoder, position, in_vain = JSONDecoder(), 0, 0
-    # The decoder counts lines before an error from the start of its text, so it gets a short window.
+    # For each error, the decoder counts the lines from the start of its text, so its text begins near the position.
     rest, rest_from, window = text, 0, max(1024, len(text) // 1000)
     while (found := _OPENED.search(text, position)) is not None:
         if found.start() - rest_from > window:
@@ -158,13 +160,14 @@ def _read_in_vain(error: Exception, length: int) -> int:
     characters."""
     if not isinstance(error, JSONDecodeError):
         return _DEAR  # too deep
-    # For this error, pos is where the string begins; the error has no separate type.
+    # For an unterminated string, pos is the string's beginning, although the decoder read to the end of the text. This
+    # error has no type of its own.
     return length if error.msg.startswith("Unterminated string") else error.pos
 
 
 def _as_json(value: Any) -> str | None:
-    """Return ``value`` as JSON; None if this is impossible. orjson is not used: a model may write huge numbers or deep
-    nesting."""
+    """Return ``value`` as JSON; None if it is nested too deeply. orjson is not used, because it can't write huge
+    numbers."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
@@ -183,7 +186,8 @@ def _at(value: Any, key: str | None) -> Any:
 
 
 def extracted(text: str, table: ScoringTable, *, may_default: bool = True) -> str | None:
-    """Return the prediction in ``text``, read by the extractor of ``table``, or its default if it finds nothing.
+    """Return the prediction that the extractor of ``table`` finds in ``text``. If it finds nothing, return its default
+    (if ``may_default``), otherwise None.
 
     Raises:
         Unscorable: The answer is too long, or extraction takes too long.
@@ -205,8 +209,8 @@ _WAIT_S = 120.0  # maximum wall time of a match, even if its process gets no CPU
 
 
 class Unscorable(Exception):
-    """An error for an answer that can't be scored. Its text is the reason, and is equal for rows with the same
-    cause."""
+    """An error for an answer that can't be scored. The message is the reason; rows with the same cause have the same
+    message."""
 
 
 def check_length(what: str, text: str, most: int) -> None:

@@ -1,7 +1,7 @@
 """Metrics: summaries of the scores of many records, in one table.
 
-The mean of a scorer is the plain mean over the rows that it scored. Unscored and failed rows are counted separately and
-never count as 0. Scores from 0 to 1 are shown in percent; rewards, from 0 to 10, are not converted.
+The mean of a score is the arithmetic mean over the rows that have this score. Unscored and failed rows are counted
+separately and never count as 0. Scores from 0 to 1 are shown in percent; rewards, from 0 to 10, are not converted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from batchkit.config.terminal import shortened
 
 OUT_OF_TEN = ("reward",)
 ERROR_RATES = ("wer", "cer")
-"""Lower is better."""
+"""Scores for which lower is better."""
 ALL = "all"
 _MOST_REASONS = 20
-_FEW = 3  # rows; a score of 0 for fewer rows is no sign of a mistake
+_FEW = 3  # rows; if fewer rows all have the score 0, this is no sign of a mistake
 _NAMES = {
     "f1": "F1",
     "em": "EM",
@@ -36,13 +36,16 @@ _NAMES = {
 
 @dataclass
 class Group:
-    """The scores of a group of rows. ``scored``: number of rows with at least one score."""
+    """The scores of a group of rows."""
 
-    scored: int = 0
-    unscored: int = 0
-    failed: int = 0
+    scored: int = 0  # number of rows with at least one score
+    unscored: int = 0  # number of answered rows without any score
+    failed: int = 0  # number of failed rows
+    # Values by score name, in percent (reward: from 0 to 10).
     scores: dict[str, array[float]] = field(default_factory=dict)
+    # Number of answered rows that lack a score, by score name.
     unscored_by: dict[str, int] = field(default_factory=dict)
+    # Number of rows, by the reason why a score is missing.
     unscored_because: dict[str, int] = field(default_factory=dict)
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -89,7 +92,8 @@ class Group:
 
 @dataclass
 class ScoreTable:
-    """The scores of each group and of all rows. ``names``: the names of the scores, in the order of the columns."""
+    """The scores of each group (by name), and of all rows (``overall``). ``names``: the names of the scores, in the
+    order of the columns."""
 
     groups: dict[str, Group]
     overall: Group
@@ -97,7 +101,7 @@ class ScoreTable:
     confusion: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Number of answers by reference, then by prediction, if answers are one of several choices."""
     first_wrong: tuple[str, str] | None = None
-    """Prediction and reference of the first row whose EM is 0."""
+    """Prediction and reference of the first row whose exact match (EM) is 0."""
 
     @property
     def total(self) -> int:
@@ -184,7 +188,8 @@ class ScoreTable:
 
 
 def tabulate(records: Iterable[Mapping[str, Any]], group_by: str | None) -> ScoreTable:
-    """Return the score table of ``records``, which have ``status``, ``scores`` and ``fields``."""
+    """Return the score table of ``records``, which have the keys ``status``, ``scores`` and ``fields``. ``group_by``:
+    the field whose values group the rows; None for no groups."""
     groups: dict[str, Group] = {}
     overall = Group()
     for record in records:
@@ -212,7 +217,8 @@ def head(name: str) -> str:
 
 
 def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns also line up as plain text, with numbers right-aligned."""
+    """Return a Markdown table whose columns are aligned even as plain text: the first column on the left, all others on
+    the right."""
     table = [
         [cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (heads, *rows)
     ]
@@ -226,7 +232,8 @@ def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
-    """Return mean, deviation and range of ``values``; ``std`` is the population's, as in the reward harness."""
+    """Return mean, standard deviation, median, range and count of ``values``. ``std`` is the population's standard
+    deviation, as in the harness of the reward benchmark."""
     return {
         "mean": statistics.fmean(values),
         "std": statistics.pstdev(values),

@@ -1,6 +1,6 @@
 """Scorers of word overlap: F1, EM, ROUGE-L and SacreBLEU.
 
-A ``Comparison`` says how the texts are compared; ``scoring.mode`` names it. docs/scoring.md lists the differences.
+A ``Comparison`` defines how texts are compared. ``scoring.mode`` selects one; docs/scoring.md lists their differences.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NO_ANSWER = "#"
 class Comparison(NamedTuple):
     """One way to compare texts.
 
-    ``normalise`` prepares both texts, and ``words`` splits a prepared text for ROUGE-L. ``effective_order``: SacreBLEU
-    of a short text counts only the n-grams that it is long enough for. ``places``: decimals to which the percentage of
-    a row is rounded, or None.
+    ``normalise`` prepares both texts, and ``words`` splits a prepared text for ROUGE-L. ``effective_order``: if True,
+    SacreBLEU leaves out n-grams that are longer than the text. ``places``: number of decimals to which a row's score in
+    percent is rounded; None for no rounding.
     """
 
     normalise: Callable[[str], str]
@@ -49,7 +49,8 @@ class TextPair(NamedTuple):
 
 
 def pair(prediction: str, reference: str, mode: str) -> TextPair:
-    """Return both texts normalized. An empty prediction becomes ``#``, which matches nothing."""
+    """Return both texts normalized for ``mode``. An empty prediction becomes ``#``, which equals no normalized
+    reference."""
     how: Comparison = SEAM.load(mode)
     return TextPair(how.normalise(prediction) or _NO_ANSWER, how.normalise(reference))
 
@@ -67,7 +68,8 @@ def em(texts: TextPair, how: Comparison) -> float:
 
 
 def rouge_l(texts: TextPair, how: Comparison) -> float:
-    """Return the F-measure of the longest common subsequence of words (Lin 2004), to the digit as ``rouge_score``."""
+    """Return the F-measure of the longest common subsequence of words (Lin 2004). The result equals that of
+    ``rouge_score`` exactly."""
     right, predicted = how.words(texts.reference), how.words(texts.prediction)
     common = _common_subsequence(right, predicted)
     if not common:
@@ -79,8 +81,8 @@ def rouge_l(texts: TextPair, how: Comparison) -> float:
 def _common_subsequence(one: list[str], other: list[str]) -> int:
     """Return the length of the longest common subsequence of words.
 
-    This needs one bit per word of ``one`` (Hyyrö 2004, Bit-parallel LCS-length computation), while ``rouge_score``
-    needs 8 bytes per pair of words.
+    The algorithm (Hyyrö 2004, Bit-parallel LCS-length computation) needs one bit of memory per word of ``one``, while
+    ``rouge_score`` needs 8 bytes per pair of words.
     """
     places: dict[str, int] = {}
     for place, word in enumerate(one):
@@ -93,9 +95,10 @@ def _common_subsequence(one: list[str], other: list[str]) -> int:
 
 
 def sacrebleu(texts: TextPair, how: Comparison) -> float:
-    """Return sentence BLEU-4 by ``sacrebleu``: 13a tokens, exponential smoothing (Post 2018).
+    """Return the sentence BLEU-4 from 0 to 1, computed by ``sacrebleu`` with the 13a tokenizer and exponential
+    smoothing (Post 2018).
 
-    Without the effective order, a text of fewer than four tokens scores 0, even if equal.
+    If ``how.effective_order`` is False, a text of fewer than four tokens scores 0, even if both texts are equal.
     """
     bleu = _bleu(how.effective_order)
     return float(bleu.corpus_score([texts.prediction], [[texts.reference]]).score) / 100
@@ -117,7 +120,7 @@ def overlap(name: str, texts: TextPair, mode: str) -> float:
 
 
 def preload(name: str, mode: str) -> None:
-    """Import the packages of the scorer ``name``, so that the first row does not wait for them.
+    """Import the packages of the scorer ``name``, so that the first row does not wait for the imports.
 
     Raises:
         JobError: A package is not installed.
@@ -127,7 +130,7 @@ def preload(name: str, mode: str) -> None:
     check_installed(name)
     if name == "rouge-l":
         try:
-            SEAM.load(mode).words("")  # the mode may need a package for its words
+            SEAM.load(mode).words("")  # the mode may need a package to split words
         except ImportError as error:
             raise JobError(
                 f'scoring.mode = "{mode}": rouge-l needs {error.name}: {how_to_install("overlap")}'
@@ -137,7 +140,7 @@ def preload(name: str, mode: str) -> None:
 
 
 def _fixed(text: str) -> str:
-    """Return ``text`` with its numbers rounded to one decimal, without case, punctuation and articles."""
+    """Return ``text`` in lower case, with numbers rounded to one decimal, and without punctuation and articles."""
     plain = unicodedata.normalize("NFKC", text).lower()
     plain = plain.replace("\u2212", "-").replace("\u2019", "'")
     plain = _THOUSANDS.sub("", plain)

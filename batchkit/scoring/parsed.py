@@ -18,19 +18,20 @@ from batchkit.scoring.extract import FENCED, Unscorable, last_match
 from batchkit.types import Choice
 
 _MOST_MISFITS = 100  # schema violations examined to find the most relevant one
-_SHOWN = 200
+_SHOWN = 200  # characters of an answer or a reason in a message
 _LONG_INT = re.compile(r"\d{19}")
 
 
 class NotJson(Exception):
-    """An error for a text that is not JSON, with the reason."""
+    """An error for a text that is not JSON. The message is the reason."""
 
 
 def value_of(choice: Choice, sampling: Mapping[str, Any]) -> Any:
     """Return the JSON value of an answer; None for a tool call, which has no text to parse.
 
     Raises:
-        InvalidOutputError: The answer is not JSON, or does not match the schema in ``sampling``.
+        InvalidOutputError: The answer is not JSON, or does not match the schema in ``sampling``. If the answer was cut
+            off before its JSON ended, the error is a TruncatedOutputError, unless the answer is mostly white space.
     """
     if choice.tool_calls and not choice.text.strip():
         return None
@@ -58,8 +59,8 @@ def parsed(text: str, schema: Any = None) -> Any:
     """Return the value of ``text``, which is JSON or contains one fenced JSON block.
 
     Raises:
-        NotJson: The text is neither.
-        InvalidOutputError: The value does not match ``schema``, or can't be checked.
+        NotJson: The text is not JSON, and does not contain exactly one fenced JSON block.
+        InvalidOutputError: The value does not match ``schema``, or can't be checked against it.
     """
     value = _value(text)
     if schema is not None:
@@ -82,7 +83,7 @@ def _value(text: str) -> Any:
 
 
 def _loads(text: str) -> Any:
-    """Return the value of JSON ``text``. Integers beyond 64 bits are kept exactly. Raises ValueError if it is
+    """Return the value of the JSON ``text``. Integers beyond 64 bits are kept exactly. Raises ValueError if the JSON is
     invalid."""
     value = orjson.loads(text)
     if _LONG_INT.search(text) is None:

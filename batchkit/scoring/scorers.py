@@ -1,8 +1,8 @@
 """Scorers: functions that compare a prediction with the correct answer.
 
-A scorer returns a number from 0 to 1 (``reward``: to 10; ``wer`` and ``cer`` may exceed 1), or None for "unscored",
-which is never the same as 0. The correct answer is None if the row has none. CONTRIBUTING.md explains how to add a
-scorer.
+A scorer returns a number from 0 to 1 (``reward``: from 0 to 10; ``wer`` and ``cer`` may exceed 1), or None for
+"unscored", which is never the same as 0. The correct answer that a scorer gets is None if the row has no correct
+answer. CONTRIBUTING.md explains how to add a scorer.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _pair = lru_cache(maxsize=1)(pair)  # all scorers of a row share the normalized 
 def score_by(
     name: str, prediction: str | None, reference: str | None, table: ScoringTable
 ) -> float | None:
-    """Return the score of the scorer ``name``, or None if there is nothing to compare.
+    """Return the score that the scorer ``name`` gives, or None if the row is unscored.
 
     Raises:
-        Unscorable: The comparison would take too long.
+        Unscorable: The prediction or the reference is too long to compare.
     """
     if prediction is None:
         return None
@@ -58,7 +58,8 @@ def score_by(
 
 
 def checked(score: float | None) -> float | None:
-    """Return the ``score`` of another package's scorer. Raises ValueError if it is not from 0 to 1."""
+    """Return ``score``, given by a scorer of another package, as a float. Raises ValueError if the score is neither
+    None nor from 0 to 1."""
     if score is None:
         return None
     if not 0 <= score <= 1:
@@ -67,7 +68,8 @@ def checked(score: float | None) -> float | None:
 
 
 def of_two(compare: Callable[..., float | None]) -> Scorer:
-    """Return a scorer made from a function that compares two texts. A row without a correct answer is unscored."""
+    """Return a scorer that calls ``compare`` with the prediction and the correct answer. If a row has no correct
+    answer, the scorer returns None."""
 
     @wraps(compare)
     def score(
@@ -98,7 +100,8 @@ def numeric(
 ) -> float | None:
     """Return 1 if prediction and reference have the same numbers in the same order, within the tolerance, otherwise 0.
 
-    Returns None if the reference has no number. The tolerance is a fraction of each number of the reference.
+    Return None if the reference has no number. ``tolerance`` is relative to each number of the reference: 0.01 allows 1
+    % difference.
     """
     right, found = numbers_in(reference), numbers_in(prediction)
     if not right:
@@ -125,12 +128,13 @@ def reward(prediction: str, reference: str | None, table: ScoringTable) -> float
 def judge(
     prediction: str, reference: str | None, table: ScoringTable, *, max_score: PositiveFloat = 100.0
 ) -> float | None:
-    """Return the first number of the prediction, divided by ``max_score``, from 0 to 1. It needs no reference."""
+    """Return the first number of the prediction, divided by ``max_score`` and limited to 0 to 1. No reference is
+    needed."""
     found = numbers_in(prediction)
     return min(max(found[0] / max_score, 0.0), 1.0) if found else None
 
 
-_PACKAGES = {  # of each scorer: the modules, and the extra that installs them
+_PACKAGES = {  # by scorer: the modules that it needs, and the extra that installs them
     **dict.fromkeys(("wer", "cer"), (("jiwer", "transformers"), "speech")),
     "sacrebleu": (("sacrebleu",), "overlap"),
 }
@@ -145,10 +149,12 @@ def check_installed(name: str) -> None:
 
 
 def _error_rate(name: str) -> Scorer:
-    """Return a scorer for the error rate of a transcript. ``name``: ``jiwer``'s function, for words or characters.
+    """Return a scorer for the error rate of a transcript. ``name``: the function of ``jiwer``: "wer" for words, "cer"
+    for characters.
 
-    The rate is the number of substituted, missing and added words (or characters), divided by the number in the
-    reference; None if that is 0. Both texts go through Whisper's own text normalizer before.
+    The rate is the number of substituted, missing and added words (or characters), divided by the number of words (or
+    characters) in the reference. It is None if the reference has none. Before, both texts are normalized by Whisper's
+    own text normalizer.
     """
 
     @of_two

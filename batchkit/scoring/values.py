@@ -10,9 +10,10 @@ _NUMBER = re.compile(
     r"(?<![\w.])[-+]?[$€£¥]?"
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
 )
-# Possessive, and never starting inside a number: otherwise a page of digits would take minutes.
+# The quantifiers are possessive, and no match starts inside a number, because otherwise a page of digits would take
+# minutes.
 _DIGITS = r"(?<!\d)(\d++(?:\.\d++)?+)"
-# In order of preference, from a number called a score to any number.
+# In order of preference: from a number that is called a score to any number.
 _PATTERNS = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
@@ -27,7 +28,8 @@ _PATTERNS = [
 
 
 def numbers_in(text: str) -> list[float]:
-    """Return the numbers in ``text``, in order. ``1,234`` is one number, ``1955,62170`` is two. Integers are exact."""
+    """Return the numbers in ``text``, in order. ``1,234`` is one number; ``1955,62170`` is two numbers. Whole numbers
+    are exact integers."""
     found: list[float] = []
     for match in _NUMBER.findall(text.replace("\u2212", "-")):
         plain = re.sub(r"[,$€£¥+]", "", match)
@@ -44,8 +46,9 @@ def in_digits(number: float) -> str:
 def vote_of(prediction: str, choices: Sequence[str]) -> str | None:
     """Return a key for counting votes. Predictions with the same meaning have the same key.
 
-    With ``choices``, the key is the matching choice, or None. Without, it is the number, or the text without case,
-    extra white space, surrounding brackets and quotation marks, and a final full stop.
+    With ``choices``, the key is the matching choice, or None if no choice matches. Without ``choices``, the key is the
+    number if the prediction is only a number. Otherwise, it is the text in lower case, without extra white space,
+    surrounding brackets and quotation marks, and a final full stop.
     """
     if choices:
         return chosen(prediction, choices)
@@ -58,8 +61,8 @@ def vote_of(prediction: str, choices: Sequence[str]) -> str | None:
 def chosen(text: str, choices: Sequence[str]) -> str | None:
     """Return the choice that equals ``text``; otherwise the only choice that ``text`` contains as a separate word.
 
-    Case is ignored if no choice matches with the right case. A single letter must match exactly, because "a" in a
-    sentence is the article.
+    Equality ignores case. A choice inside ``text`` must have the same case; if no choice matches, case is ignored,
+    except for choices of a single letter, because "a" in a sentence is usually the article.
     """
     plain = text.strip().strip(".()[]\"'*` ")
     for name in choices:
@@ -77,8 +80,8 @@ def _named(text: str, choices: Sequence[str], flags: re.RegexFlag) -> list[str]:
 def parse_reward(text: str, default: float | None = None) -> float | None:
     """Return the score in ``text``, at most 10; ``default`` if the text has no number. A minus sign is ignored.
 
-    The order of the search is: ``Score``, ``Rating``, ``x/10``, ``x out of 10``, a number that is the whole text, the
-    first number.
+    The first of these that ``text`` contains counts: a number after ``Score``, a number after ``Rating``, ``x/10``, ``x
+    out of 10``, a number that is the whole text, any number.
     """
     for pattern in _PATTERNS:
         if found := pattern.search(text):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchkit.scoring.extract import OrElse
 
 _MARKERS = ("[Final Answer]:", "Final Answer:")
-FAILED = "[ERROR]"  # the harness's answer for a failed request
+FAILED = "[ERROR]"  # begins the harness's answer for a failed request
 
 
 def final_answer(text: str) -> str | None:
@@ -13,7 +13,7 @@ def final_answer(text: str) -> str | None:
     for marker in _MARKERS:
         if marker in text:
             return text.rpartition(marker)[2].strip()
-    # The harness does not ask again for such a text; batchkit must ask as often to give comparable results.
+    # The harness does not ask again after such a text. To give comparable results, batchkit must not, either.
     return text.strip() if text.startswith(FAILED) else None
 
 

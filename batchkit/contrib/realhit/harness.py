@@ -1,9 +1,9 @@
-"""The result files of RealHiTBench's harness: written, so that scripts written for them can read a run, and read as
-predictions.
+"""The result files of RealHiTBench's harness. batchkit writes them, so that scripts for these files can read a run, and
+reads predictions from them.
 
-``results_<time>.json`` has ``config``, ``aggregate_metrics`` by question type, and ``results``. ``checkpoint.json``
-in the same folder has ``processed_ids``. As in the harness, F1 is a percentage, and ECR and Pass are fractions of
-all rows of a question type. Failed rows are in neither file.
+``results_<time>.json`` has ``config``, ``aggregate_metrics`` by question type, and ``results``. ``checkpoint.json`` in
+the same folder has ``processed_ids`` and ``results``. As in the harness, F1 is a percentage, and ECR and Pass are
+fractions of all scored rows of a question type. Failed rows are not in either file.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _ANSWERS = ("prediction", *_PREDICTIONS, "answer", "text", "response", "Response
 
 
 def write_realhit(folder: Path, path: Path) -> dict[Path, int]:
-    """Write the answered rows of the run in ``folder`` as RealHiTBench's harness does: results_<time>.json, and
-    checkpoint.json beside it. Return the number of rows in each file.
+    """Write the answered rows of the run in ``folder`` in the format of RealHiTBench's harness: to results_<time>.json,
+    and to checkpoint.json beside it. Return the number of rows by file.
 
     ``path``: the results file if it ends in .json, otherwise the folder for both files.
 
     Raises:
-        InputError: Required fields were not kept and are no longer in the input.
+        InputError: The records lack required fields, and the input no longer has them.
         StoreError: ``checkpoint.json`` would replace a run's own checkpoint.
     """
     if path.suffix != ".json":
@@ -79,7 +79,7 @@ def _result(record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
 
 
 def _id(text: str) -> int | str:
-    """Return the row id as the harness writes it: a plain number as an integer, otherwise the text."""
+    """Return a row's id as the harness writes it: an integer if the id is a plain number, otherwise the text."""
     is_number = text.isascii() and text.isdigit() and len(text) < 20 and str(int(text)) == text
     return int(text) if is_number else text
 
@@ -112,8 +112,8 @@ def _aggregate(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _config(run: Run, finished: Sequence[str]) -> dict[str, Any]:
-    """Return the harness's ``config``. ``duration_seconds`` and ``throughput`` cover all starts that recorded their
-    time. ``finished``: the time at which each row finished."""
+    """Return the harness's ``config``. ``duration_seconds`` and ``throughput`` cover all starts whose duration is
+    known. ``finished``: the time at which each row finished."""
     manifest, job = run.manifest(), run.job()
     starts, total = manifest.starts, len(finished)
     seconds = sum(start.seconds or 0.0 for start in starts)
@@ -132,7 +132,8 @@ def _config(run: Run, finished: Sequence[str]) -> dict[str, Any]:
 
 
 def of_results(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Give an entry of the harness's results the key ``prediction``, or mark it if its request failed."""
+    """Return an entry of the harness's results with the key ``prediction``. If its request failed, return the entry
+    with the status "failed"."""
     answer = _first(entry, _ANSWERS)
     if isinstance(answer, str) and answer.lstrip().startswith(FAILED):
         return {**entry, "status": "failed"}

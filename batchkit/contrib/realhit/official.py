@@ -1,7 +1,7 @@
 """``scoring.mode = "official"``: F1, EM, ROUGE-L and SacreBLEU exactly as RealHiTBench's own code computes them.
 
-The code is metrics/qa_metrics.py in cspzyy/RealHiTBench 5278fa2. Each row's score is a percentage rounded to two
-decimals.
+The original code is metrics/qa_metrics.py in cspzyy/RealHiTBench, commit 5278fa2. Each row's score is a percentage
+rounded to two decimals.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def _normalised(text: str) -> str:
-    """Return ``text`` with decimals rounded to one place, without case, punctuation and articles."""
+    """Return ``text`` in lower case, with decimal numbers rounded to one decimal, and without punctuation and
+    articles."""
     rounded = _DECIMAL.sub(lambda found: str(round(float(found[0]), 1)), text)
     plain = rounded.lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLE.sub(" ", plain).split())

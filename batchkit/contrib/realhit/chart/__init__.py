@@ -1,14 +1,16 @@
-"""Scoring of charts that a model wrote as code: run in a sandbox, read from pyplot, compared with the reference.
+"""Scoring of charts that a model wrote as code. The code is run in a sandbox, the y values are read from pyplot, and
+compared with the reference.
 
-A chart's code can falsify its own score: the values are read in the interpreter that ran the code, so malicious code
-can return any values. It has no reference to copy, though, and can affect only its own row's score.
+Malicious code can falsify the score of its own row, because the values are read in the interpreter that ran the code.
+But the code can't see the reference, and can't affect the scores of other rows.
 
-Two modes: ``official`` is what RealHiTBench's own runner does under numpy 1.26; ``fixed`` corrects what makes good
-charts fail in that runner, and also reads everything that ``official`` reads. docs/scoring.md lists the differences.
+There are two modes. ``official`` scores like RealHiTBench's own runner under numpy 1.26. ``fixed`` corrects errors of
+that runner that make good charts fail, and also accepts the values that ``official`` reads. docs/scoring.md lists the
+differences.
 
 The y values are compared as in RealHiTBench (chart_metric_util, from TableBench): lists are flattened by one level,
-each value is rounded to two decimals, and the sorted lists must be equal. A pie's reference is divided by its sum
-first.
+each value is rounded to two decimals, and the sorted lists must be equal. Before, the reference values of a pie are
+divided by their sum.
 """
 
 from __future__ import annotations
@@ -32,19 +34,20 @@ _ROUNDING = 0.05  # how far the sum of a pie's fractions, rounded to two decimal
 
 
 class Chart(NamedTuple):
-    """An answer with the code of a chart. ``table``: the file that its code reads, or None."""
+    """An answer that should contain the code of a chart."""
 
-    response: str
+    response: str  # the whole answer of the model
     chart_type: str  # LineChart, BarChart, ScatterChart or PieChart
     reference: str  # a Python list of y values, as text
-    table: Path | None
+    table: Path | None  # the file that the code reads; None if it reads none
 
 
 class ChartScore(NamedTuple):
     """The score of a chart.
 
-    ``ecr``: the code ran. ``passed``: its values are right; None (unscored) if the reference is unusable. ``y``: the
-    values found, as text, or "". ``problem``: one line that says why it did not run or pass.
+    ``ecr``: True if the code ran without an error. ``passed``: True if the chart's values equal the reference; None
+    (unscored) if the reference is unusable. ``y``: the chart's values as text, or "" if there are none. ``problem``:
+    one line that says why the code did not run or the chart did not pass; None if it passed.
     """
 
     ecr: bool
@@ -59,26 +62,29 @@ def score_charts(
     mode: Mode,
     workers: int | None = None,
 ) -> Iterator[ChartScore]:
-    """Yield the scores of ``charts`` in their order; only a few charts are read ahead.
+    """Yield the score of each chart, in the order of ``charts``. Only a few charts are read ahead.
 
-    ``workers`` charts (None: one per core) run at the same time. Closing the iterator ends them.
+    ``workers``: number of charts that run at the same time; None for one per core. Closing the iterator ends the
+    running charts.
 
     Raises:
-        SandboxError: before any code runs, if code cannot be confined on this machine.
+        SandboxError: code can't be confined on this machine. No code is run.
     """
     check_sandbox()
     return _scores(charts, mode, workers or len(os.sched_getaffinity(0)))
 
 
 def score_chart(chart: Chart, sandbox: Sandbox, mode: Mode) -> ChartScore:
-    """Run one chart in ``sandbox``, which no chart can harm, and return its score.
+    """Run the code of one chart in ``sandbox`` and return the chart's score. The sandbox stays usable for later charts,
+    whatever the code does.
 
     Raises:
-        SandboxError: the sandbox can't be started, or did not confine this chart.
+        SandboxError: the sandbox can't be started, or can't confine the process for this chart; the code is then not
+            run.
     """
     reference = reference_values(chart.reference, mode)
     unscored = None if reference is None else False
-    # In official mode names are replaced first, so that the extracted code has them replaced.
+    # In official mode, the names of tables are replaced before the code is extracted; in fixed mode, after.
     response = with_table(chart.response, mode) if mode == "official" else chart.response
     code = chart_code(response, mode)
     if code is None:
@@ -116,12 +122,12 @@ def _scores(charts: Iterable[Chart], mode: Mode, workers: int) -> Iterator[Chart
         while running:
             yield running.popleft().result()
     finally:
-        sandbox.close()  # the threads would wait for their charts otherwise
+        sandbox.close()  # otherwise, shutdown would wait until the threads have finished their charts
         pool.shutdown(cancel_futures=True)
 
 
 def reference_values(text: str, mode: Mode) -> list[Any] | None:
-    """Return the list of y values in ``text``, the data set's reference; None if it is not a usable list."""
+    """Return the list of y values in ``text``, the reference in the data set; None if ``text`` is not a usable list."""
     try:
         if mode == "official":
             values = ast.literal_eval(text.strip())
@@ -150,7 +156,7 @@ def same_values(chart_type: str, reference: list[Any], prediction: list[Any], mo
     """Return whether a chart's values in ``prediction`` equal those of ``reference``, in any order.
 
     Raises:
-        TypeError, ArithmeticError: they are not numbers, or a pie's reference sums to 0.
+        TypeError, ArithmeticError: a value is not a number, or the reference values of a pie have the sum 0.
     """
     wanted, found = list(_flat(reference)), list(_flat(prediction))
     if chart_type != "PieChart":
@@ -164,7 +170,7 @@ def same_values(chart_type: str, reference: list[Any], prediction: list[Any], mo
 def _equal(wanted: list[Any], found: list[Any], mode: Mode) -> bool:
     if len(wanted) != len(found):
         return False
-    # Missing values last. Rounding keeps the order, so it can be done later.
+    # Missing values (NaN) are sorted to the end. Values are rounded after sorting, which does not change their order.
     one, other = (sorted(v, key=lambda value: (math.isnan(value), value)) for v in (wanted, found))
     return all(_same(*pair, mode) for pair in zip(one, other, strict=True))
 
@@ -186,7 +192,7 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _with_missing(node: ast.expr) -> Any:
-    """Return the value of a literal like ``ast.literal_eval``, which does not accept NaN in lists of numbers."""
+    """Return the value of a literal like ``ast.literal_eval``, but also accept ``nan`` and ``masked``, as NaN."""
     match node:
         case ast.List(elts=nodes) | ast.Tuple(elts=nodes):
             return [_with_missing(child) for child in nodes]

@@ -1,7 +1,7 @@
-"""Extraction of a chart's code from a model's answer, and repair of its layout.
+"""Extraction of a chart's code from a model's answer, and repair of the code's layout.
 
-Nothing is compiled outside the sandbox. Only code that does not compile is changed, and the first change that makes it
-compile is used; wrong code stays wrong.
+Code is compiled only inside the sandbox. Only code that does not compile is changed, and the first change after which
+it compiles is used. Other errors in the code are not corrected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def chart_code(response: str, mode: Mode) -> str | None:
 
 
 def with_table(text: str, mode: Mode) -> str:
-    """Return ``text`` with each name of an Excel file, which stands for the table, replaced by ``TABLE_PATH``."""
+    """Return ``text`` with each name of an Excel file replaced with ``TABLE_PATH``, because the name means the row's
+    table."""
     if mode == "fixed":
         return _ANY_NAME.sub(repr(TABLE_PATH), text)
     return _OFFICIAL_NAMES.sub(
@@ -84,7 +85,7 @@ def _fixed_code(response: str) -> str | None:
 
 
 def _fenced(response: str) -> Iterator[str]:
-    """Yield the contents of the fenced Python blocks, in linear time; the last block may be unclosed."""
+    """Yield the content of each fenced Python block, in linear time. The last block need not be closed."""
     language: str | None = None
     lines: list[str] = []
     for line in StringIO(response):
@@ -102,13 +103,14 @@ def _fenced(response: str) -> Iterator[str]:
 
 def _language(line: str) -> str | None:
     """Return the language of the block that ``line`` opens ("" if unnamed), or None if it opens no block."""
-    after = line.rfind("`")  # none may follow the fence
+    after = line.rfind("`")  # no backtick may follow an opening fence
     opening = (found for found in _OPENS.finditer(line) if found.start(1) > after)
     return next((found[1].lower() for found in opening), None)
 
 
 def fixed(code: str) -> str:
-    """Return ``code`` or, if it does not compile, the first variant with another layout that does, if any."""
+    """Return ``code`` unchanged if it compiles, or if no variant does. Otherwise, return the first variant with another
+    layout that compiles."""
     return next((variant for variant in _variants(code) if _compiles(variant)), code)
 
 
@@ -127,13 +129,13 @@ def _compiles(code: str) -> bool:
 
 
 def _plain(code: str) -> str:
-    """Replace typographic quotes and spaces by plain ones."""
+    """Replace typographic quotes and spaces with plain ones."""
     code = _NOTHING.sub("", code.translate(_PLAIN))
     return _SPACE_AFTER_BACKSLASH.sub(r"\\", code)
 
 
 def _without_spaces(code: str) -> str:
-    """Strip each line as the official runner does, so that code that runs there also runs here."""
+    """Strip spaces from each line as the official runner does, so that code that runs there also runs here."""
     return "\n".join(line.strip(" ") for line in code.split("\n"))
 
 

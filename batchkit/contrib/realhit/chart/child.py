@@ -29,16 +29,17 @@ from batchkit.contrib.realhit.chart.sandbox import CONFINED, MAX_Y_CHARS, SCRATC
 
 _PROBLEM_CHARS = 1000
 _RESULT_FD = 3
-_MEMORY_BYTES = 2**30  # address space, on top of the interpreter's with its libraries
+_MEMORY_BYTES = 2**30  # address space, in addition to that of the interpreter and its libraries
 _FILE_BYTES = 2**24
 
 
 def prepare() -> None:
-    """Import the packages of charts, then draw and read one chart, so that forks of this process start fast."""
+    """Import the packages that charts use, and draw charts of a small table, so that processes forked from this process
+    start fast."""
     import_module("matplotlib").use("Agg")
     pandas, pyplot = import_module("pandas"), import_module("matplotlib.pyplot")
     with contextlib.suppress(KeyError, ValueError):  # this version has no such option
-        # Text in object columns, as in the pandas that the gold code and the models were made with.
+        # Store text in object columns, as did the pandas versions for which the reference code was written.
         pandas.set_option("future.infer_string", False)
     table = io.BytesIO()
     pandas.DataFrame({"k": ["a", "b"], "v": [1, 2]}).to_excel(table, index=False)
@@ -51,7 +52,7 @@ def prepare() -> None:
 
 
 def main(connection: Connection) -> None:
-    """Confine this process, report that, then send back the values of the chart that the code draws. Never returns.
+    """Confine this process, report this, run the chart's code, and send back the y values of the chart. Never returns.
 
     CONFINED is sent before the code starts, so the code can't falsify it.
     """
@@ -74,7 +75,8 @@ def main(connection: Connection) -> None:
 
 
 def _leave_the_server(result: int, scratch: Path) -> None:
-    """Give up the server process's session, signal handlers, terminal, files, folder and library paths."""
+    """Leave the session of the server process, and give up its signal handlers, terminal, open files, working folder
+    and library paths."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -87,11 +89,11 @@ def _leave_the_server(result: int, scratch: Path) -> None:
     for name in ("PYTHONPATH", "LD_LIBRARY_PATH"):
         os.environ.pop(name, None)
     os.environ["HOME"] = os.environ["TMPDIR"] = str(scratch)
-    tempfile.tempdir = None  # found again from TMPDIR
+    tempfile.tempdir = None  # Python then finds the folder again from TMPDIR
 
 
 def _limit(cpu_s: int) -> None:
-    # If the machine runs out of memory, the kernel kills this process first, and not the run.
+    # If the machine runs out of memory, the kernel then kills this process instead of the run.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -106,7 +108,8 @@ def _limit(cpu_s: int) -> None:
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU first: it names the cause
+    # The lower limit sends SIGXCPU, which shows the cause.
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
 
 
 def _send(text: str) -> None:
@@ -116,7 +119,8 @@ def _send(text: str) -> None:
 
 
 def _escapes() -> str:
-    """Try operations that a chart must not be able to do; return a message about one that succeeded, or ""."""
+    """Try operations that the sandbox must prevent. Return a message about the first one that is not prevented, or
+    ""."""
     attempts: dict[str, Callable[[], object]] = {
         "read the root folder": lambda: list(Path("/").iterdir()),
         "read the code of batchkit": lambda: Path(__file__).read_bytes(),
@@ -161,9 +165,9 @@ def _values(run: ProgramRun, table: str) -> list[str]:
         return fixed_readings(pyplot, run.chart_type)
     numpy = import_module("numpy")
     if int(numpy.__version__.split(".")[0]) >= 2:
-        # [np.float64(1.0)] as [1.0]: under numpy 2 the official PASS is false for every chart.
+        # Print [np.float64(1.0)] as [1.0], because otherwise no chart would pass in official mode under numpy 2.
         numpy.set_printoptions(legacy="1.25")
-    # As in the official runner: below an if, and with locals separate from the globals.
+    # As in the official runner, the code is below an `if`, and its locals are separate from its globals.
     body = "".join(f"    {line}\n" for line in code.strip().split("\n"))
     exec(compile(f"if __name__ == '__main__':\n{body}", "<chart>", "exec"), names, {})
     y = official_reading(pyplot, run.chart_type)
@@ -171,7 +175,8 @@ def _values(run: ProgramRun, table: str) -> list[str]:
 
 
 def _names(pyplot: Any) -> dict[str, Any]:
-    """Return the global names that a chart's code may use without an import: those of the official runner's module."""
+    """Return the global names that a chart's code may use without an import. They are the names in the official
+    runner's module."""
     return {
         "__name__": "__main__",
         "__builtins__": __builtins__,

@@ -1,8 +1,8 @@
 """Permanent removal of this process's rights, before it runs the code of a chart that a model wrote.
 
-There are three layers, in case one has a hole: Landlock (files), seccomp (system calls: no new process, no network, no
-access to other processes), and dropped capabilities, even for root. The process can still see that a path exists, and
-read the clock.
+There are three layers, so that a hole in one layer is covered by another: Landlock (files), seccomp (system calls: no
+new process, no network, no access to other processes), and dropped capabilities (which matter if the process runs as
+root). The process can still check whether a path exists, and read the clock.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ _PR_SET_NO_NEW_PRIVS = 38
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 _MAKE_REG, _TRUNCATE = 1 << 8, 1 << 14
 _OF_FILES = _WRITE_FILE | _READ_FILE | _TRUNCATE | 1  # 1: execute
-# All rights known to each Landlock version; rights not granted below are refused.
+# All access rights that each Landlock version knows, as bits. ``restrict_files`` refuses those that it does not grant.
 _ACCESS_FS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _ACCESS_NET = {4: 0b11}
 _SCOPED = {6: 0b11}
 
 
 def what_is_missing() -> str | None:
-    """Return what this machine lacks to confine a process; None if it lacks nothing. Changes nothing."""
+    """Return what this machine lacks for confining a process; None if it lacks nothing. The process is not changed."""
     if sys.platform != "linux":
         return f"the sandbox needs Linux (Landlock and seccomp), but this is {sys.platform}"
     return landlock_missing() or seccomp_missing()
 
 
 def confine(*, readable: Path, writable: Path) -> None:
-    """Restrict this process, which must have only one thread. It may then read files only below ``readable`` and those
-    that Python needs, and write files only in ``writable``.
+    """Restrict this process, which must have only one thread. Afterwards, it can read only files below ``readable`` and
+    ``writable``, and files that Python needs. It can write only files in ``writable``, and /dev/null.
 
     Raises:
-        OSError: A layer could not be set up. Other layers stay active; do not run any code.
+        OSError: A layer could not be set up. The caller must not run any code, and layers that were set up before stay
+            active.
     """
     restrict_files(
         readable=[readable, *map(Path, _SYSTEM), *_python()],
@@ -66,8 +67,8 @@ def confine(*, readable: Path, writable: Path) -> None:
 
 
 def _python() -> Iterator[Path]:
-    """Yield the folders of Python's modules and libraries. Their parent folders are left out; one may be a home
-    folder."""
+    """Yield the folders of Python's modules and libraries. Their parent folders are left out, because one of these may
+    be a user's home folder."""
     paths = sysconfig.get_paths()
     yield from {Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     for entry in map(Path, sys.path):
@@ -96,10 +97,11 @@ def landlock_missing() -> str | None:
 def restrict_files(
     *, readable: Iterable[Path], files_writable_in: Path, writable_file: Path
 ) -> None:
-    """Deny this process all files except ``writable_file`` and those in or below ``readable`` and
+    """Deny this process access to all files except ``writable_file``, and files in or below ``readable`` and
     ``files_writable_in``.
 
-    In ``files_writable_in``, files can be created and written but not removed. Missing paths are skipped.
+    In ``files_writable_in``, files can be created, read and written, but not removed. Paths that do not exist are
+    skipped.
 
     Raises:
         OSError: The kernel refused.
@@ -127,7 +129,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _version() -> int:
-    """Return Landlock's version, or 0 if the kernel has none."""
+    """Return the version of Landlock, or 0 if the kernel has no Landlock."""
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, _CREATE_RULESET_VERSION)))
 
 

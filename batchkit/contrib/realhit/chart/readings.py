@@ -13,7 +13,7 @@ Reading = Callable[[Axes], Iterable[Any]]
 
 
 def official_reading(pyplot: Any, chart_type: str) -> str:
-    """Return the y values as text, as the official runner prints them; "" if it would fail."""
+    """Return the y values as the text that the official runner prints; "" if that runner would fail."""
     read = _OFFICIAL.get(chart_type)
     try:
         return "" if read is None else repr([*read(pyplot.gca())])
@@ -22,15 +22,16 @@ def official_reading(pyplot: Any, chart_type: str) -> str:
 
 
 def fixed_readings(pyplot: Any, chart_type: str) -> list[str]:
-    """Return the y values of all axes of the figure and, if they differ, those that the official runner reads.
+    """Return the y values of all axes of the figure and, if these differ, also the y values that the official runner
+    reads.
 
-    Each reading is a JSON list with NaN for missing values. Readings that fail, or have no values, are left out.
+    Each of these is a JSON list with NaN for missing values. One that can't be read, or has no values, is left out.
     """
     numbers = pyplot.get_fignums()
     if not numbers or chart_type not in _FIXED:
         return []
     found = []
-    # The current figure; if it has nothing of this type, the last one that does.
+    # Read the current figure. If it has no values of this type, read the last figure that has some.
     for number in [pyplot.gcf().number, *reversed(numbers)]:
         values = _as_text(_FIXED[chart_type], pyplot.figure(number).axes)
         if values is not None:
@@ -45,13 +46,14 @@ def fixed_readings(pyplot: Any, chart_type: str) -> list[str]:
 def _as_text(read: Reading, figure: list[Axes]) -> str | None:
     try:
         values = _plain(value for axes in figure for value in read(axes))
-    except Exception:  # other artists than expected, or values that are not numbers
+    except Exception:  # the figure has other artists than expected, or values that are not numbers
         return None
     return json.dumps(values) if any(value != [] for value in values) else None
 
 
 def _plain(values: Iterable[Any]) -> list[Any]:
-    """Return ``values`` with every number as float or int, in nested lists of any depth."""
+    """Return ``values`` with every number converted to float or int, also in nested lists. Missing values become
+    NaN."""
     return [_plain(value) if isinstance(value, list) else _number(value) for value in values]
 
 

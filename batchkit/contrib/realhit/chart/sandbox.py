@@ -1,8 +1,9 @@
 """A sandbox that runs one chart after another, each in its own confined process.
 
-Each process is forked from a server process that has imported the packages of charts: 30 ms per chart instead of two
-seconds. The server's environment is emptied before it starts, so that neither it nor its forks ever hold a secret. The
-run's own process alone decides when a chart has exceeded a limit.
+Each process is forked from a server process that has already imported the packages for charts, so a chart starts in 30
+ms instead of two seconds. The server process starts with an empty environment, so that neither it nor its forks contain
+a secret. Whether a chart has exceeded a limit is decided by the run's own process, because the chart's code can't
+change that process.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from batchkit.contrib.realhit.chart.confine import what_is_missing
 from batchkit.errors import EngineError, JobError
 from batchkit.isolation.client import Child, Gone, Server, server_of
 
-CONFINED = "+"  # a chart's process sends this first, or else why it is not confined
+CONFINED = "+"  # sent first by a confined process; other text is the reason why the process is not confined
 SCRATCH = "scratch"
 MAX_Y_CHARS = 2**16  # the longest reference of RealHiTBench has 2,236
-MAX_RESULT_BYTES = 2**20  # two readings of MAX_Y_CHARS, each escaped, and an error
+MAX_RESULT_BYTES = 2**20  # enough for two texts of MAX_Y_CHARS, escaped as JSON, or an error
 _HANDLER = "batchkit.contrib.realhit.chart.child"
 _LIBRARIES = ("pandas", "numpy", "matplotlib", "openpyxl")
 _TICK_S = 0.05
@@ -42,8 +43,9 @@ class SandboxError(JobError):
 
 
 class ProgramRun(NamedTuple):
-    """Code to run in the sandbox. ``table`` is copied for it, if not None. Without code, the process tests what it can
-    do.
+    """Code to run in the sandbox. ``table``: the path of a file that is copied into the process's folder; None for no
+    file. If ``code`` is None, the process only tries forbidden operations, such as opening a socket, to test that it is
+    confined.
     """
 
     code: str | None = None
@@ -53,8 +55,8 @@ class ProgramRun(NamedTuple):
 
 
 class ProgramOutcome(NamedTuple):
-    """The result of a program: the chart's values, in one or two forms; or the ``problem`` that ended the code
-    early.
+    """The result of a program. ``y``: the chart's values as text, in one or two versions (see ``fixed_readings``); []
+    if the code failed. ``problem``: why the code failed; None if it ran to its end.
     """
 
     y: list[str]
@@ -64,8 +66,9 @@ class ProgramOutcome(NamedTuple):
 class _Ended(NamedTuple):
     """The end of a chart's process.
 
-    ``excess`` is the limit for which it was killed, or None if it ended with ``returncode`` (negative: by that signal).
-    ``written`` is its unchanged output; after CONFINED it may be any text, since the code may have written it.
+    ``excess``: the limit that the process exceeded, so that it was killed; None if it ended by itself. ``returncode``:
+    its exit status; negative if a signal ended it. ``written``: its output. Text after CONFINED may be anything,
+    because the code may have written it.
     """
 
     excess: str | None
@@ -84,7 +87,7 @@ def check_sandbox() -> None:
 
 
 class Sandbox:
-    """A sandbox for charts, started at the first run. Any thread may run charts in it, or close it.
+    """A sandbox for charts, started at the first ``run``. Any thread may call ``run`` and ``close``.
 
     A chart cannot start processes, and can start threads only within its memory limit.
     """
@@ -96,10 +99,11 @@ class Sandbox:
         self._starting = threading.Lock()  # held by the thread that starts a server
 
     def run(self, run: ProgramRun) -> ProgramOutcome:
-        """Run the code and return its outcome. If the server process dies meanwhile, it is started again once.
+        """Run the code and return its outcome. If the server process dies meanwhile, it is started again and the code
+        run again, once.
 
         Raises:
-            SandboxError: the sandbox can't be started, did not confine this run, or was closed.
+            SandboxError: the sandbox can't be started, can't confine the process for this run, or was closed.
         """
         for _ in range(2):
             with contextlib.suppress(Gone):
@@ -107,12 +111,13 @@ class Sandbox:
         return ProgramOutcome([], "the sandbox's server process died or hung twice while it ran")
 
     def close(self) -> None:
-        """End the sandbox and its charts: every ``run`` in another thread raises soon."""
+        """Close the sandbox. Each ``run`` in another thread ends its chart and soon raises SandboxError."""
         self._is_closed = True
         self._server = None
 
     def _started(self) -> Server:
-        """Return the server process; a new one must first show, in a trial fork, that code is confined."""
+        """Return the server process, and start one if there is none. A new one is returned only after a test fork has
+        shown that its processes are confined."""
         with self._starting:
             if (server := self._server) is not None and server.is_alive:
                 return server
@@ -128,7 +133,7 @@ class Sandbox:
             return server
 
     def _run_in_fork(self, run: ProgramRun, server: Server) -> _Ended:
-        """Draw one chart in a new process forked from ``server``, in a temporary folder that is removed afterwards.
+        """Run one program in a new process forked from ``server``, in a temporary folder that is removed afterwards.
 
         Return how the process ended. Raises Gone if the server process dies.
         """
@@ -136,7 +141,7 @@ class Sandbox:
         try:
             (home / SCRATCH).mkdir()
             if run.table is not None:
-                with contextlib.suppress(OSError):  # the code reports that it is missing
+                with contextlib.suppress(OSError):  # the code will report that the file is missing
                     shutil.copyfile(run.table, home / TABLE_NAME)
             child = server.fork()
             try:
@@ -173,10 +178,10 @@ class Sandbox:
 
 
 def _excess(written: bytearray, scratch: Path) -> str | None:
-    """Return the limit that a chart has exceeded, in words."""
+    """Return a message about the limit that a chart has exceeded; None if it has exceeded none."""
     if len(written) > MAX_RESULT_BYTES:
         return f"wrote more than {MAX_RESULT_BYTES} bytes in place of its result"
-    # Flat: folders can't be created in it. Complete: files can't be removed from it.
+    # The folder has no subfolders, because the code can't create any. No file is missed, because it can't remove files.
     with os.scandir(scratch) as entries:
         sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries]
     if sum(sizes) > _FOLDER_BYTES or len(sizes) > _MAX_FILES:
@@ -199,7 +204,8 @@ def _outcome(ended: _Ended, timeout_s: float) -> ProgramOutcome:
     if ended.returncode == -signal.SIGXCPU:
         return ProgramOutcome([], f"took longer than {timeout_s:g} s of the processor's time")
     if ended.returncode == -signal.SIGKILL:
-        return ProgramOutcome([], "killed: out of memory")  # by the kernel: we did not
+        # By the kernel, because batchkit has not killed it.
+        return ProgramOutcome([], "killed: out of memory")
     if ended.returncode < 0:
         names = {signum.value: signum.name for signum in signal.Signals}
         number = -ended.returncode  # a real-time signal has no name

@@ -16,7 +16,8 @@ scores = ("ecr", "pass")
 
 
 def fields(job: JobConfig, *, chart_type: str, table: str | None) -> set[str]:
-    """Return the fields in the templates of the chart's type and table."""
+    """Return the row fields that the templates ``chart_type`` and ``table`` use. Return an empty set if
+    ``scoring.allow_code`` is false."""
     if not job.scoring.allow_code:
         return set()
     return set[str]().union(*(made.names for made in _templates(job, chart_type, table)))
@@ -30,11 +31,13 @@ def score(
     chart_type: str = "{{ SubQType }}",
     table: str | None = None,
 ) -> dict[int, dict[str, float | None]]:
-    """Run the code of all charts, if ``scoring.allow_code`` permits it, and return their scores by row index.
+    """Run the code of all charts, and return their scores by row index. If ``scoring.allow_code`` is false, no code is
+    run and nothing is scored.
 
-    - ``chart_type``: template of the chart's type. Its first word is LineChart, BarChart, ScatterChart or PieChart.
-    - ``table``: template of the path of the file that the code reads, under ``media.root``. The file is opened after
-      its path is checked, so no other user may have write access below ``media.root``.
+    - ``chart_type``: template of the chart's type. The first word of the rendered text is LineChart, BarChart,
+      ScatterChart or PieChart.
+    - ``table``: template of the path of the file that the code reads, under ``media.root``. No other user must have
+      write access below ``media.root``, because the file could be replaced between the check of its path and its use.
     """
     if not job.scoring.allow_code:
         say(
@@ -58,7 +61,7 @@ def score(
         results = score_charts(
             list(charts.values()), mode="official" if job.scoring.mode == "official" else "fixed"
         )
-    except SandboxError as error:  # the kernel has no sandbox, so no chart program can run
+    except SandboxError as error:  # this machine can't confine code, so no chart is run
         say(f"charts are unscored: {error}")
         return {}
     return {
@@ -71,7 +74,7 @@ def score(
 
 
 def _templates(job: JobConfig, chart_type: str, table: str | None) -> list[RowTemplate]:
-    """Return the template of the chart's type and, if there is one, that of its table's path."""
+    """Return the template of the chart's type and, if ``table`` is not None, the template of the table's path."""
     given = {"chart_type": chart_type, "table": table}
     return [
         RowTemplate(job, f"scoring.scorers.chart.{name}", template)
@@ -81,7 +84,8 @@ def _templates(job: JobConfig, chart_type: str, table: str | None) -> list[RowTe
 
 
 def _below_root(job: JobConfig, path: str) -> Path | None:
-    """Return the file at ``path`` below ``media.root``. Return None if it does not exist or is outside the root."""
+    """Return the absolute path of the file at ``path`` below ``media.root``; None if the file does not exist or is
+    outside the root."""
     root = Path(job.media.root).resolve()
     found = (root / path).resolve()
     return found if found.is_file() and found.is_relative_to(root) else None

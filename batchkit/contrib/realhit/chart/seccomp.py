@@ -1,7 +1,7 @@
 """A seccomp filter that allows only a list of system calls (man 2 seccomp).
 
-System calls of later kernels are not in the list, so they are refused. A refused call fails with EPERM, which Python
-shows as a readable PermissionError.
+New system calls of later kernels are not in the list, so they are refused, too. A refused call fails with EPERM, which
+Python shows as a readable PermissionError.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class _Call(NamedTuple):
 class _Condition(NamedTuple):
     """A condition on one 32-bit half of a system call's argument. BPF loads only 32 bits at a time.
 
+    - ``argument``: number of the argument, from 0.
     - ``half``: 0 for the low half, 1 for the high half.
     - ``mask``: applied to the half before it is compared.
-    - ``equal``: whether the masked half must equal ``value``, or must differ from it.
+    - ``equal``: True if the masked half must equal ``value``, False if it must differ.
     """
 
     argument: int
@@ -180,8 +181,8 @@ def restrict_calls() -> None:
 def _program(machine: str, pid: int) -> Iterator[bytes]:
     """Yield the filter's classic BPF instructions. At the end, a call that no rule allows is refused.
 
-    32-bit calls kill the process, because their numbers would be taken for 64-bit ones. x32 calls have other numbers,
-    so no rule allows them.
+    A call of the 32-bit system interface kills the process, because the same number means another call there. Calls of
+    the x32 interface have numbers that no rule allows.
     """
     yield _instruction(_LOAD, _AT_ARCHITECTURE)
     yield _instruction(_EQUAL, _AUDIT_ARCHITECTURE[machine], 1, 0)
@@ -198,8 +199,8 @@ def _program(machine: str, pid: int) -> Iterator[bytes]:
 
 
 def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
-    # O_TRUNC without write access: Landlock checks it only from version 3 on.
-    # O_TMPFILE: an unnamed file would escape the limit on files.
+    # Refused: O_TRUNC without write access, because Landlock checks truncation only from version 3 on; and O_TMPFILE,
+    # because files without a name would not count against the limit on files.
     for call, flags in ((_OPEN, 1), (_OPENAT, 2)):
         yield (
             call,
@@ -212,7 +213,7 @@ def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
     yield _TGKILL, [_Condition(0, 0xFFFFFFFF, pid)]  # needed by abort() and raise()
     yield (
         _PRLIMIT,
-        [  # allow reading limits, not setting them: both halves of the pointer to a new limit must be 0
+        [  # allows reading limits only: both halves of the pointer to a new limit must be 0
             _Condition(2, 0xFFFFFFFF, 0),
             _Condition(2, 0xFFFFFFFF, 0, half=1),
         ],
@@ -228,11 +229,11 @@ def _conditional(pid: int) -> Iterator[tuple[_Call, list[_Condition]]]:
 def _rule(
     number: int | None, conditions: Iterable[_Condition], action: int = _ALLOW
 ) -> Iterator[bytes]:
-    """Yield instructions that take ``action`` for a call that meets all ``conditions``. Later rules decide about other
-    calls.
+    """Yield instructions that apply ``action`` to the call ``number`` if all ``conditions`` are met. Other calls are
+    left to later rules.
 
-    At the start of each rule, the accumulator holds the number of the current call. ``number``: the number that the
-    rule is about; None, for a call that this machine lacks, yields nothing.
+    At the start of each rule, the accumulator holds the number of the current call. If ``number`` is None, because this
+    machine does not have the call, nothing is yielded.
     """
     if number is None:
         return
