@@ -98,8 +98,8 @@ _known: set[str] = set()
 
 def is_secret(name: str, value: Any = 0) -> bool:
     """Return True if ``name`` names a secret: ``api_key``, ``x-api-key``, ``hfToken``, ``HF_TOKEN``. A name that ends
-    in ``tokens`` is usually a token count. It names a secret only if ``value`` (or a text in this list) is neither a
-    number nor a template."""
+    in ``tokens`` is usually a token count. It names a secret only if ``value`` (or, for a list, a text in it) is
+    neither a number nor a template."""
     is_count, is_named = _kinds_of_name(name)
     if is_count:
         texts = value if isinstance(value, list | tuple) else [value]

@@ -150,8 +150,8 @@ def _table_in(annotation: Any) -> Model | None:
 
 
 def _seam_in(parts: Iterable[Any]) -> Seam | None:
-    """Return the extension point (``Seam``) in the type ``parts`` of a dict whose keys are names of implementations;
-    None if the type has none."""
+    """Return the extension point (``Seam``) in ``parts``, which are parts of a type, at any depth; None if there is
+    none."""
     for part in parts:
         found = part if isinstance(part, Seam) else _seam_in(get_args(part))
         if found is not None:

@@ -282,7 +282,8 @@ def contents_of(body: Any) -> list[Mapping[str, Any]]:
 
 
 def texts_in(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a body that contain text for the model: messages, input or prompt, query and documents."""
+    """Return the entries of ``body`` that contain text for the model: messages, input or prompt, query and
+    documents."""
     names = (next((n for n in group if n in body), None) for group in (_TEXTS, _QUERY, _DOCUMENTS))
     return {name: body[name] for name in names if name is not None}
 

@@ -100,8 +100,8 @@ def numeric(
 ) -> float | None:
     """Return 1 if prediction and reference have the same numbers in the same order, within the tolerance, otherwise 0.
 
-    Return None if the reference has no number. ``tolerance`` is relative to each number of the reference: 0.01 allows 1
-    % difference.
+    Return None if the reference has no number. ``tolerance`` is relative to each number of the reference: 0.01 allows a
+    difference of 1 %.
     """
     right, found = numbers_in(reference), numbers_in(prediction)
     if not right:

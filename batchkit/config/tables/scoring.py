@@ -66,7 +66,7 @@ class ScoringTable(Table):
 
     @property
     def tables(self) -> list[ScoringTable]:
-        """The settings of rows without a rule, then those of the rows of each rule."""
+        """The scoring settings for rows that no rule matches, then those for the rows of each rule."""
         return [self, *(self.model_copy(update=rule.reading) for rule in self.rules)]
 
     @property

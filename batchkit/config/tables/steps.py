@@ -31,7 +31,8 @@ _CONSTANTS = (
 
 
 class StepTable(Reading):
-    """One generation of a row. Steps run in the order of the file. The last step that runs gives the row's answer.
+    """One generation of a row. Steps run in the order of the file. The last step that runs and has `answer = true`
+    gives the row's answer.
 
     A step's templates can use the row's fields and the results of earlier steps: `steps.NAME.text`, `.reasoning`,
     `.tool_calls`, `.finish_reason`, `.json` (the text parsed as JSON), `.prediction`, `.scores`, `.choices` (the texts

@@ -107,7 +107,7 @@ def fit(image: Image.Image, name: str, media: MediaTable) -> Image.Image:
     """Return a copy of an ``image`` in memory, converted as ``load_image`` describes. ``name``: for messages.
 
     Raises:
-        MediaError: it has no pixels, or can't be converted to RGB.
+        MediaError: the image has no pixels, or can't be converted to RGB.
     """
     if not image.width or not image.height:
         raise MediaError(f"{name}: has no pixels; give an image of at least 1×1")

@@ -59,7 +59,8 @@ def _official_code(response: str) -> str | None:
 
 
 def _spans(response: str, start: re.Pattern[str]) -> Iterator[str]:
-    """Yield the matches of ``START.*?plt.show()`` in linear time, because some answers repeat themselves."""
+    """Yield the matches of ``START.*?plt.show()``. The search takes linear time even for answers that repeat
+    themselves."""
     position = 0
     while found := start.search(response, position):
         shown = response.find(_SHOW, found.end())

@@ -39,7 +39,7 @@ _MAX_PROBLEM_CHARS = 300
 
 
 class SandboxError(JobError):
-    """Raised if code that a model wrote cannot be confined on this machine, so it is not run."""
+    """An error for code that can't be confined on this machine and is therefore not run, or for a closed sandbox."""
 
 
 class ProgramRun(NamedTuple):
