@@ -135,7 +135,8 @@ class SimulatedWorker(CPUWorker):
 
 
 class SimulatedEmbedder(SimulatedWorker):
-    """The same for a pooling model: one of ``VECTORS`` vectors, chosen by the row's tokens."""
+    """A simulated worker for a pooling model. The answer is one of ``VECTORS`` vectors, chosen by
+    the row's tokens."""
 
     VECTORS = 1024
 
@@ -173,7 +174,8 @@ class SimulatedEmbedder(SimulatedWorker):
 
 
 def _checksum(new: Any, by_prompt: bool = False) -> int:
-    """Of the prompt's tokens and a sample of its images' processed pixels, or of its sound; or of the tokens alone."""
+    """Return a checksum of the prompt's tokens, and of a sample of its processed pixels or sound.
+    ``by_prompt``: of the tokens alone."""
     found = crc32(np.array(new.prompt_token_ids).tobytes())
     for feature in () if by_prompt else new.mm_features:
         values = feature.data["pixel_values" if feature.modality == "image" else "input_features"]

@@ -1,4 +1,4 @@
-"""What ordering rows by their adapter gains, and what a hundred adapters cost.
+"""The gain from ordering rows by their adapter, and the cost of a hundred adapters.
 
     python benchmarks/adapters.py [--rounds 3] [--rows 96] [--adapters 100] [--quick]
 
@@ -82,13 +82,13 @@ def main() -> None:
 
 
 def run(folder: Path, names: Sequence[str], n_rows: int, *, look_ahead: int) -> Ended:
-    """Each row once for each adapter, in random order."""
+    """Run each row once for each adapter, with the rows in random order."""
     write_job(folder, names, n_rows, look_ahead=look_ahead)
     return batchkit(folder, "run", "job.toml", "--fresh")
 
 
 def beside_ray(folder: Path, names: Sequence[str], n_rows: int) -> float:
-    """The time that Ray takes by that of batchkit."""
+    """Return Ray's time divided by batchkit's time."""
     rows = write_job(folder, names, n_rows, look_ahead=1_000, worker_cls="stamped.CpuWorker")
     shutil.rmtree(folder / "output", ignore_errors=True)
     ours = after_load(folder, "ours", [sys.executable, "-m", "batchkit", "run", "job.toml"])
@@ -112,7 +112,8 @@ def ray_command(folder: Path, rows: Sequence[dict[str, str]]) -> list[str]:
 
 
 def after_load(folder: Path, name: str, command: Sequence[str]) -> float:
-    """Seconds from the loaded model to the last change of the results."""
+    """Return the seconds from the time at which the model is loaded to the last change of the
+    results."""
     (folder / f"{name}.stamps").unlink(missing_ok=True)
     _, stamps = timed(name, command, folder, name, None)
     pattern = {"ours": "output/adapters/results.jsonl", "ray": "results/*.json"}[name]
@@ -122,7 +123,7 @@ def after_load(folder: Path, name: str, command: Sequence[str]) -> float:
 def write_job(
     folder: Path, names: Sequence[str], n_rows: int, *, look_ahead: int, worker_cls: str = "auto"
 ) -> list[dict[str, str]]:
-    """Its rows."""
+    """Write a job, and return its rows."""
     beginning = " ".join(SAMPLE_TEXT.split()[:200])
     rows = [
         {"q": f"{beginning} Question {n}?", "a": a} for n in range(n_rows) for a in names or [""]

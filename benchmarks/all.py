@@ -54,7 +54,8 @@ NEEDS = {"ray_data": "ray", "steps": "ray", "workers": "ray"}
 
 
 class Ran(NamedTuple):
-    """One script; ``problem`` says why there are no figures, if it failed or was skipped."""
+    """The result of one script. ``problem``: why the script failed or was skipped; "" if it has
+    figures."""
 
     script: str
     seconds: float

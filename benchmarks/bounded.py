@@ -21,7 +21,8 @@ start: type[subprocess.Popen[str]] = subprocess.Popen  # the tests fork instead
 
 
 class Done(NamedTuple):
-    """``code`` is negative if a signal ended it; ``stderr`` is its last 4,000 characters."""
+    """The result of a command. ``code``: exit code, negative if a signal ended the command.
+    ``stderr``: its last 4,000 characters. ``is_late``: whether the time limit was reached."""
 
     code: int
     stdout: list[str]
@@ -44,9 +45,10 @@ def run(
     on_line: Callable[[str], object] = len,
     interrupt: bool = False,
 ) -> Done:
-    """Call ``on_line`` with each line of stdout.
+    """Run a command with a time limit, and call ``on_line`` with each line of its stdout.
 
-    When time is up the command is killed; with ``interrupt`` it gets SIGINT first, and a minute.
+    When the time is over, the command is killed. With ``interrupt``, it gets SIGINT first, and one
+    minute to end.
 
     Threads: this one reads, one waits for the command's end, one for the time limit. The command is
     not reaped before they are done, so that no other process can get its pid.
@@ -90,7 +92,8 @@ def run(
 
 
 def _clear_up(pid: int, gone: threading.Event) -> None:
-    """Processes that the command left would keep its stdout open, and hold GPU memory."""
+    """Kill the processes that the command left when it ended, because they would keep its stdout
+    open, and hold GPU memory."""
     with suppress(ProcessLookupError, PermissionError):
         ended = os.pidfd_open(pid)
         select.select([ended], [], [])

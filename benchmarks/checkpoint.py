@@ -1,4 +1,5 @@
-"""What a checkpoint costs as completions grow, in order and scattered: write time, size, read time.
+"""The cost of a checkpoint by the number of completions, in order and scattered: write time, size,
+read time.
 
     python benchmarks/checkpoint.py [--max 10000000] [--quick]
 
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def measure(completed: IndexSet) -> dict[str, float]:
-    """Medians of ``ROUNDS`` rounds, fsync and rename included."""
+    """Return the medians of ``ROUNDS`` rounds, including fsync and rename."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ledger = Ledger(folder)

@@ -92,7 +92,8 @@ def write(folder: Path, n: int, suffixes: Sequence[str] = PLAIN) -> Path:
 
 
 def numbered(rows: Path) -> Path:
-    """The same with a prompt of its own for each row: its number, as if it were what was said before."""
+    """Write the same rows with a different prompt for each: the row's number, as the preceding
+    speech."""
     found = [{**row, "q": f"<|startofprev|>{n}{PROMPT}"} for n, row in enumerate(read(rows))]
     return write_rows(rows.with_stem("numbered"), found)
 

@@ -43,11 +43,11 @@ PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
 
 class Tool(NamedTuple):
-    """A command that runs in a folder of its own.
+    """A tool whose command runs in a separate folder.
 
-    ``command``: its words, for the rows, the engine's options and that folder.
-    ``results``: a pattern for the files that it writes there.
-    ``answers``: what they hold, in the order of the rows: text and number of tokens.
+    ``command``: returns the words of the command for the rows, the engine's options and the folder.
+    ``results``: a pattern for the files that the command writes into the folder. ``answers``: reads
+    these files; returns text and number of tokens of each answer, in the order of the rows.
     """
 
     name: str
@@ -63,7 +63,8 @@ class Took(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A tool in a setting, medians; a ratio is its time by batchkit's in the same round."""
+    """The results of a tool in a setting: medians. A ratio is the tool's time divided by batchkit's
+    time in the same round."""
 
     setting: str
     tool: str
@@ -164,7 +165,8 @@ def _lines(setting: Setting, took: Mapping[str, Sequence[Took]], rows: int) -> I
 
 
 def _print(lines: Sequence[Line]) -> None:
-    """Seconds, their ratio to batchkit's, and the smallest and largest ratio of the rounds."""
+    """Print, for each tool, its seconds, their ratio to batchkit's, and the smallest and largest
+    ratio of the rounds."""
     clocks = {"after load": "after_load_s", "first step": "from_first_step_s", "whole": "whole_s"}
     print(
         f"{'setting':>10} {'tool':>14} {'rows':>5}", *(f"{name:>24}" for name in clocks), " wanted"
@@ -193,7 +195,7 @@ def _run(
 
 
 def adopt_orphans() -> None:
-    """Processes that outlive their parents become children of this one, by any name."""
+    """Make processes that outlive their parents children of this process."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -234,8 +236,8 @@ def timed(
 
 
 def _end_what_is_left() -> list[str]:
-    """Names of processes that a command started and that outlived it (``adopt_orphans``); they are
-    killed."""
+    """Kill the processes that outlived the command that started them (``adopt_orphans``), and
+    return their names."""
     deadline = time.monotonic() + LEAVE_S
     while left := [child for child in psutil.Process().children(recursive=True) if _runs(child)]:
         if time.monotonic() > deadline:

@@ -35,7 +35,8 @@ Ledger(Path(sys.argv[1])).close()
 
 
 class Start(NamedTuple):
-    """One command: its summary, its peak resident memory, and when its first record was written."""
+    """The result of one command: its summary, its peak resident memory, and the seconds until its
+    first record was written."""
 
     summary: dict[str, Any]
     peak_mib: float
@@ -65,7 +66,8 @@ def main() -> None:
 
 
 def rates(few: Sequence[Start], many: Sequence[Start]) -> dict[str, Any]:
-    """Rows per second with the engine up, and what a hundred times the rows add in memory."""
+    """Return the rows per second while the engine is loaded, and the memory that a hundred times as
+    many rows add."""
     print(f"{'rows':>10} {'rows/s':>9} {'spread':>15} {'peak MiB':>9} {'spread':>13}")
     for starts in (few, many):
         speeds, peaks = speeds_of(starts), [one.peak_mib for one in starts]
@@ -113,7 +115,8 @@ def resume_times(resumes: dict[str, list[float]], n_rows: int) -> dict[str, Any]
 
 
 def checkpoints(most: int) -> list[dict[str, Any]]:
-    """The figures of ``checkpoint.py``, and how they grow from the fewest rows to the most."""
+    """Run ``checkpoint.py``, return its figures, and print how they grow from the fewest rows to
+    the most."""
     *table, line = python(HERE, "checkpoint.py", "--max", most).stdout.splitlines()
     print("\n".join(table))
     results: list[dict[str, Any]] = json.loads(line)["results"]
@@ -145,7 +148,7 @@ def start(folder: Path, limit: int | None) -> Start:
 
 
 def resumed(folder: Path) -> dict[str, float]:
-    """Seconds to the first new record, for each state of the checkpoint."""
+    """Return the seconds to the first new record, for each state of the checkpoint."""
     run = folder / "output" / "counting"
     log, checkpoint = run / "results.jsonl", run / "checkpoint.json"
     size = log.stat().st_size
@@ -167,7 +170,8 @@ def resumed(folder: Path) -> dict[str, float]:
 
 
 def older_checkpoint(run: Path, folder: Path) -> None:
-    """The checkpoint that ``run`` had when nine tenths of its log were written, in ``folder``."""
+    """Write into ``folder`` the checkpoint that ``run`` had when nine tenths of its log were
+    written."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     with (run / "results.jsonl").open("rb") as log, (folder / "results.jsonl").open("wb") as copy:

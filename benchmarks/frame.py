@@ -1,4 +1,5 @@
-"""What the scripts share: their options, commands that are measured, figures, and the JSON line at their end."""
+"""Parts that the scripts share: their options, measured commands, figures, and the JSON line at the
+end."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ kind = "dry-run"
 def arguments(
     doc: str, quick: str, more: Mapping[str, Mapping[str, Any]] | None = None, **numbers: Any
 ) -> Namespace:
-    """The script's options. ``numbers``, by name: the default of each, and its value with ``--quick``, which
-    ``quick`` describes. ``more``: as for ``add_argument``."""
+    """Return the script's options. ``numbers``: by name, the default of an option and its value
+    with ``--quick``. ``quick``: the help text of ``--quick``. ``more``: by name, further options,
+    as for ``add_argument``."""
     parser = ArgumentParser(description=doc.splitlines()[0])
     for name, (usual, _) in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(usual), default=usual)
@@ -52,7 +54,8 @@ def report(benchmark: str, figures: Sequence[Figure], **found: Any) -> None:
 
 
 class Figure(NamedTuple):
-    """``wanted``: the least that ``found`` must be, with ``at_most`` the most; None: no target."""
+    """A figure with its target. ``wanted``: the minimum of ``found`` (the maximum with
+    ``at_most``); None for no target."""
 
     what: str
     found: float
@@ -72,7 +75,8 @@ class Figure(NamedTuple):
 
 
 def figures_of(line: Mapping[str, Any]) -> Iterator[Figure]:
-    """The ``figures`` of a JSON line; without them, the ratios of the other sides in ``results``."""
+    """Yield the ``figures`` of a JSON line. If it has none, yield the ratios of the other sides in
+    ``results``."""
     for figure in line.get("figures", ()):
         yield Figure(**{name: figure[name] for name in Figure._fields})
     if "figures" in line:
@@ -85,7 +89,8 @@ def figures_of(line: Mapping[str, Any]) -> Iterator[Figure]:
 
 
 class Ended(NamedTuple):
-    """How a command ran; CPU seconds and memory are its own, all threads."""
+    """The result of a command. CPU seconds and memory are those of its process, with all
+    threads."""
 
     seconds: float
     cpu_s: float
@@ -94,7 +99,7 @@ class Ended(NamedTuple):
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The JSON of its last line."""
+        """The JSON of the last line of stdout."""
         found: dict[str, Any] = json.loads(self.stdout.splitlines()[-1])
         return found
 
@@ -110,10 +115,12 @@ def python(
     every_s: float = 0.002,
     environment: Mapping[str, str] = os.environ,
 ) -> Ended:
-    """Run Python in ``folder``; ``meanwhile`` is called every so often as long as it returns True. Exits if it fails.
+    """Run Python in ``folder``. ``meanwhile`` is called every ``every_s`` seconds as long as it
+    returns True. Exit if the command fails.
 
-    The peak is the child's own as long as it is above ours: Linux counts the memory that the child
-    shared with us before its exec. So a script that asks for it imports nothing large.
+    The peak memory is correct only if it is above that of this process, because Linux counts the
+    memory that the child shared with this process before its exec. Therefore a script that needs
+    the peak imports no large package.
     """
     command = [sys.executable, *map(str, words)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:

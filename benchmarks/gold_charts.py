@@ -102,7 +102,8 @@ def run(
 
 
 def compiles(response: str, mode: Mode) -> bool:
-    """The code is the data set's, and only compiled: no model wrote it."""
+    """Return whether the code compiles. It is compiled outside the sandbox, because it is from the
+    data set, not from a model."""
     code = chart_code(response, mode)
     if code is None:
         return False

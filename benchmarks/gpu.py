@@ -64,7 +64,7 @@ from sides import GENERATE_ALL
 
 
 class Way(NamedTuple):
-    """How a side runs its rows; ``side`` is sides.py's name for it."""
+    """One way to run the rows. ``side``: the name of the side in sides.py."""
 
     name: str
     side: str
@@ -138,7 +138,8 @@ def main() -> None:
 
 
 def look(folder: Path) -> dict[str, Any]:
-    """In another process, so that this one holds no GPU memory."""
+    """Print and return the facts of this machine. They are read in another process, so that this
+    one holds no GPU memory."""
     done = bounded.run(python("gpu", "--look"), cwd=folder, limit_s=300, environment=environment())
     if done.code:
         raise SystemExit(f"torch and vLLM can't be imported: {done.message}")
@@ -177,7 +178,8 @@ def text_section(place: Place, found: Found) -> None:
 
 
 def tune_section(place: Place, found: Found) -> None:
-    """Its own limit of minutes is what is left to the section, by equal parts."""
+    """Run `batchkit tune` for each model. The limit of minutes is an equal part of the section's
+    remaining time."""
     rows = text.write(place.folder / "rows.jsonl", place.rows)
     results = found["results"] = []
     for nth, shape in enumerate(place.models):
@@ -228,7 +230,8 @@ def images_section(place: Place, found: Found) -> None:
 
 
 def ledger_section(place: Place, found: Found) -> None:
-    """Each start has an engine of its own; only the shares of ``timed`` are free of their noise."""
+    """Measure the ledger. Each start loads a new engine, and only the shares of ``timed`` are not
+    affected by differences between engines."""
     rows = text.write(place.folder / "rows.jsonl", place.rows)
     model = shapes.build_shape(place.folder / "model", place.half_b, text_only=True)
     job = {"name": "ledger", "input": {"path": str(rows)}, "prompt": {"user": "{{ q }}"}}
@@ -327,7 +330,7 @@ def beside(
 
 
 def side(place: Place, shape: str, rows: Path, way: Way, job: Mapping[str, Any]) -> dict[str, Any]:
-    """One run of sides.py, which takes its task from stdin."""
+    """Run sides.py once; it reads its task from stdin."""
     if way.rows is not None:
         lines = rows.read_text().splitlines(keepends=True)[: way.rows]
         rows = rows.with_name(f"first-{way.rows}.jsonl")

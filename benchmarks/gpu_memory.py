@@ -71,7 +71,7 @@ def ladder_section(place: Place, found: Found) -> None:
 
 
 def hungry(place: Place, n: int) -> dict[str, Any]:
-    """A job of ``n`` rows on the 0.5B shape."""
+    """Return a job with ``n`` rows for the 0.5B shape."""
     model = shapes.build_shape(place.folder / "model", place.half_b, text_only=True)
     rows = text.write(place.folder / "rows.jsonl", n)
     options: dict[str, Any] = {"worker_cls": "hungry.Worker", "enforce_eager": True}
@@ -86,7 +86,8 @@ def fits_in(place: Place) -> int:
 
 
 def bytes_each(place: Place) -> int:
-    """A share of the half that vLLM leaves; on a CPU of all memory: only that is refused."""
+    """Return the bytes that each request takes: a share of the half of GPU memory that vLLM leaves
+    free. On a CPU, a share of all memory, because the kernel refuses only more than that."""
     return place.memory_bytes // (1 if place.tiny else 2) // fits_in(place)
 
 
@@ -96,7 +97,7 @@ def with_options(job: Mapping[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def survived(place: Place, name: str, job: Mapping[str, Any], each: int) -> dict[str, Any]:
-    """A run that must run out of memory, recover and answer all rows.
+    """Run a job that must run out of memory, recover and answer all rows.
 
     Raises:
         SectionError: a row has no answer, the ledger is not sound, or memory did not run out.
@@ -129,7 +130,8 @@ def log_of(place: Place, name: str) -> Path:
 
 @contextmanager
 def neighbour(*, leave: int, log: Path | None = None, word: str = "") -> Iterator[None]:
-    """A process that takes GPU memory except ``leave`` bytes; with ``word``: once ``log`` has it."""
+    """Run, during the block, a process that takes all GPU memory except ``leave`` bytes. With
+    ``word``, it does so once ``log`` contains this word."""
     wait_for_card()
     held = subprocess.Popen(
         [sys.executable, "-c", NEIGHBOUR, str(leave), str(log), word],

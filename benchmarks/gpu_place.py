@@ -27,12 +27,13 @@ Found = dict[str, Any]  # what a section found, as it goes into the JSON line
 
 
 class SectionError(Exception):
-    """The section can't continue; what it found so far is kept."""
+    """An error after which the section can't continue. Its results so far are kept."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """``options`` are vLLM's, for all models; ``until``: its end, by time.monotonic()."""
+    """The place where a section runs. ``options``: vLLM's options for all models. ``until``: the
+    end of the section, by time.monotonic()."""
 
     folder: Path
     tiny: bool
@@ -59,7 +60,7 @@ class Place:
         return shapes.TINY if self.tiny else shapes.QWEN2_HALF_B
 
     def job(self, model: Path, max_tokens: int, **options: Any) -> dict[str, Any]:
-        """What all jobs have in common; ``options`` override the place's own."""
+        """Return the tables that all jobs have. ``options`` override the options of this place."""
         return {
             "engine": {"model": str(model), "options": {**self.options, **options}},
             "sampling": {"temperature": 0, "max_tokens": max_tokens},
@@ -168,7 +169,8 @@ def wait_for_card() -> None:
 
 
 def environment(hungry_bytes: int = 0, *, in_process: bool = False) -> dict[str, str]:
-    """For a command: batchkit and these scripts can be imported, and vLLM logs only errors.
+    """Return the environment of a command. In it, batchkit and these scripts can be imported, and
+    vLLM logs only errors.
 
     vLLM's engine core runs where it does by default, even if the variable is set, or in the command's
     process.

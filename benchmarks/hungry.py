@@ -1,4 +1,5 @@
-"""A worker of vLLM whose steps want memory that its profile did not foresee, from the real allocator.
+"""A vLLM worker whose steps allocate memory that vLLM's profiling did not see, with the real
+allocator.
 
     worker_cls = "hungry.Worker"
 

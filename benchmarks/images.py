@@ -57,7 +57,8 @@ def main() -> None:
 
 
 def write(folder: Path, n: int) -> Path:
-    """Each image shows the same clouds at another offset, with a box of its own."""
+    """Write ``n`` rows and their images. Each image shows the same clouds at another offset, with a
+    box of a different color and position."""
     noise = Image.effect_noise(FILE_SIZE, 90).filter(ImageFilter.GaussianBlur(1))
     clouds = Image.merge("RGB", [ImageChops.offset(noise, 211 * c, 83 * c) for c in range(3)])
     rows: list[dict[str, Any]] = []

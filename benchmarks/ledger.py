@@ -1,4 +1,5 @@
-"""What the ledger costs at the highest possible rate: fsync, checkpoint, writing, on and off.
+"""The cost of the ledger at the highest possible rate: fsync, checkpoint and writing, each switched
+on and off.
 
     python benchmarks/ledger.py [--rounds 3] [--rows 200000] [--interval-s 5] [--quick]
 
@@ -67,7 +68,8 @@ def main() -> None:
 
 
 def off_shares(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """How much faster a run is without each part, and that part's share of the time."""
+    """Print and return how much faster a run is without each part of the ledger, and the part's
+    share of the time."""
     print(f"{'':>16} {'rows/s':>9} {'ratio':>7} {'spread':>13} {'share':>7}")
     speeds = {mode: [one["rows_per_s"] for one in found[mode]] for mode in (AS_IT_IS, *OFF)}
     ratios = {}
@@ -87,7 +89,8 @@ def off_shares(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def part_shares(timed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Wall-clock and CPU time: during a write other threads can render."""
+    """Print and return each part's share of the wall-clock time, and its CPU time. They differ,
+    because other threads can render during a write."""
     print(f"{'':>16} {'share':>7} {'spread':>13} {'CPU µs/row':>11}")
     shares = {}
     for part, meaning in PARTS.items():
@@ -102,7 +105,8 @@ def part_shares(timed: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_cost(timed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds to compare a finished log with its checkpoint, for a million of these records."""
+    """Print and return the seconds to compare a finished log with its checkpoint, for a million of
+    these records."""
     per_million = statistics.median(one["check_s"] / one["ok"] for one in timed) * 1e6
     rate = statistics.median(one["log_bytes"] / one["check_s"] for one in timed) / 2**30
     print(f"\nchecking the log: {per_million:.2f} s for 1,000,000 records, {rate:.1f} GiB/s")
@@ -126,8 +130,8 @@ def start(folder: Path, mode: str, interval_s: float) -> dict[str, Any]:
 def child(mode: str, interval_s: float) -> None:
     """Run the job in the working directory with the ledger changed as ``mode`` says.
 
-    batchkit has no such switch on purpose: a run without a ledger can't be resumed. So this script
-    replaces the ledger's functions.
+    batchkit has no option for this, because a run without a ledger can't be resumed. Therefore this
+    script replaces functions of the ledger.
     """
     from batchkit.config.loading import load_job
     from batchkit.execution import settle
@@ -176,11 +180,12 @@ def only_count(ledger: Any) -> None:
 
 
 def nothing(*args: Any) -> None:
-    """In place of a method."""
+    """Do nothing; replaces a method."""
 
 
 class Clock:
-    """Adds up the seconds of each part; a part inside another counts only for the outer one."""
+    """A clock that adds up the seconds of each part. The time of a part inside another one counts
+    only for the outer part."""
 
     def __init__(self) -> None:
         self.wall = dict.fromkeys(PARTS, 0.0)

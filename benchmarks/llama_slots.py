@@ -29,7 +29,7 @@ MAX_MODEL_LEN, MAX_TOKENS = 512, 48
 
 
 class Ran(NamedTuple):
-    """One run; ``texts`` in the rows' order."""
+    """The result of one run. ``texts``: the answers in the order of the rows."""
 
     seconds: float
     rows_per_s: float

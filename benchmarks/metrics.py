@@ -1,4 +1,4 @@
-"""What it costs a run that Prometheus asks for its metrics.
+"""The cost of Prometheus metrics for a run.
 
     python benchmarks/metrics.py [--rounds 7] [--rows 300000] [--quick]
 

@@ -27,7 +27,7 @@ SHARP = 5.0  # of queries and keys: with plain random weights all prompts are av
 
 
 def build_ending_model(path: Path, *, text_only: bool = False) -> Path:
-    """The demo model, but its answers end: after 2 to 200 tokens, half of them before 40."""
+    """Build the demo model with answers that end after 2 to 200 tokens, half of them before 40."""
     from safetensors.torch import load_file, save_file
 
     build_demo_model(path, text_only=text_only)
@@ -48,10 +48,11 @@ def _can_end(head: Tensor, stop_token: int, gain: float) -> None:
 
 
 def build_text_model(path: Path, shape: Mapping[str, Any], dtype: str = "float32") -> Path:
-    """A Qwen2 of that shape with random weights and the demo model's tokenizer.
+    """Build a Qwen2 of ``shape`` with random weights and the demo model's tokenizer.
 
-    It answers only in words: an answer of white space or special tokens would count as empty. Its
-    attention is sharp, so that answers differ, and end after 5 to several hundred tokens.
+    The model answers only in words, because an answer of white space or special tokens would count
+    as empty. Its attention is sharp, so that answers differ. They end after 5 to several hundred
+    tokens.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""What ordering the rows gains: batchkit with its look-ahead and without it.
+"""The gain from ordering the rows: batchkit with its look-ahead and without it.
 
     python benchmarks/order.py [--rounds 3] [--quick]
 

@@ -70,7 +70,7 @@ print(len(pairs))
 
 
 class Made(NamedTuple):
-    """What a command took, and the size of its file."""
+    """The time and the memory of a command, and the size of its file."""
 
     seconds: float
     peak_mib: float
@@ -111,7 +111,8 @@ def main() -> None:
 
 
 def table(found: dict[str, list[Made]]) -> dict[str, Any]:
-    """Ratios are pandas' over ours in the same round: how much faster, and how much smaller."""
+    """Print and return the results. A ratio is pandas' value divided by batchkit's in the same
+    round."""
     print(
         f"{'':>16} {'s':>7} {'ratio':>6} {'spread':>11} {'peak MiB':>9} {'ratio':>6}"
         f" {'spread':>11} {'file MB':>8}"
@@ -150,7 +151,7 @@ def compare(folder: Path) -> None:
 
 
 def make_run(folder: Path, n: int) -> Path:
-    """The log of a run of ``n`` rows: the record of one row, and variations of it."""
+    """Write the log of a run of ``n`` rows: the record of one real row, and variations of it."""
     job = {
         "name": '"parquet"',
         "input.path": '"rows.jsonl"',
@@ -173,7 +174,7 @@ def make_run(folder: Path, n: int) -> Path:
 
 
 def records(record: dict[str, Any], n: int) -> Iterator[dict[str, Any]]:
-    """Variations of ``record``, the indexes nearly in order."""
+    """Yield variations of ``record``, with indexes nearly in order."""
     rng = random.Random(0)
     letters = "eeeetttaaoinshrdlcumwfgypbvkné"
     words = ["".join(rng.choices(letters, k=rng.randint(1, 9))) for _ in range(4_000)]

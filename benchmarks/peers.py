@@ -31,7 +31,8 @@ SHAPES = ("256x4", "256x12", "1024x15", "64x15")
 
 
 class Peer(NamedTuple):
-    """A script, how its other side is called in the tables, and that side's name in the script's results."""
+    """A script that compares batchkit with another tool. ``against``: the tool's name in the
+    tables. ``side``: its name in the script's results."""
 
     script: str
     against: str
@@ -87,7 +88,7 @@ def measured(rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """The date, the machine and the versions."""
+    """Return the date, the machine and the versions."""
     names = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
@@ -101,12 +102,13 @@ def machine() -> dict[str, Any]:
 
 
 def tables(found: Mapping[str, Any]) -> dict[Path, str]:
-    """The table of each page."""
+    """Return the table of each page."""
     return {HERE.parent / "README.md": short_table(found), HERE / "README.md": long_table(found)}
 
 
 def short_table(found: Mapping[str, Any]) -> str:
-    """One line for each tool; all shapes of a simulated accelerator in one cell."""
+    """Return a table with one line per tool. One cell has the ratios for all shapes of a simulated
+    accelerator."""
     lines = [
         "| against | CPU | simulated accelerator | script in `benchmarks/` |\n|---|--:|--:|---|"
     ]
@@ -122,7 +124,7 @@ def short_table(found: Mapping[str, Any]) -> str:
 
 
 def long_table(found: Mapping[str, Any]) -> str:
-    """One line for each setting, with the smallest and the largest ratio."""
+    """Return a table with one line per setting, with the smallest and the largest ratio."""
     lines = ["| against | setting | ratio | rounds | wanted |\n|---|---|--:|--:|---|"]
     for peer in PEERS:
         for one in found["results"]:

@@ -101,8 +101,9 @@ def simulated_job(number: int) -> SimulatedJob:
 def event_simulation(
     job: SimulatedJob, rows: Sequence[int], window: int, rng: np.random.Generator
 ) -> Iterator[TimedAnswer]:
-    """``rows`` in their order, at most ``window`` at a time: each gets a token a step. Steps between two
-    events are alike, and each such stretch is a few per cent faster or slower than it should be."""
+    """Yield the answers to ``rows`` in a simulation. At most ``window`` rows run at a time, and
+    each gets one token per step. Steps between two events take the same time; at random, this time
+    is a few percent shorter or longer than by the formula."""
     waiting, running = (
         iter(rows),
         list[tuple[int, int, float]](),
@@ -228,7 +229,7 @@ def on_vllm(n_rows: int, folder: Path) -> dict[str, Any]:
 
 
 def batchkit(folder: Path, command: str, *args: str) -> dict[str, Any]:
-    """Its last line."""
+    """Run a command of batchkit, and return the JSON of its last line."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),

@@ -55,7 +55,8 @@ def ray_data(name: str, model: str) -> Tool:
 
 
 def answers(files: Sequence[Path]) -> list[Any]:
-    """A question begins with the number of its row."""
+    """Return text and number of tokens of each answer, in the order of the rows. A question begins
+    with the number of its row."""
     found = [json.loads(line) for file in files for line in file.open()]
     found.sort(key=lambda answer: int(answer["q"].partition(":")[0]))
     return [[answer["text"], answer["completion_tokens"]] for answer in found]

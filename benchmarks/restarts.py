@@ -1,4 +1,5 @@
-"""How soon a dead engine is replaced, and what fifty dead ones leave behind.
+"""The time to replace a dead engine, and the processes, files and memory that fifty dead engines
+leave behind.
 
     python benchmarks/restarts.py [--rounds 3] [--restarts 50] [--quick]
 
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def killed(job: JobConfig, launcher: Launcher | None) -> float:
-    """Seconds from the death of one engine to the first answer of the next."""
+    """Return the seconds from the death of one engine to the first answer of the next."""
     with answering(job, launcher) as engine:
         os.kill(engine.pid, signal.SIGKILL)
         began = time.monotonic()
@@ -81,7 +82,7 @@ def killed(job: JobConfig, launcher: Launcher | None) -> float:
 
 @contextmanager
 def answering(job: JobConfig, launcher: Launcher | None) -> Iterator[ProcessEngine]:
-    """An engine that has answered a request."""
+    """Yield an engine that has answered a request."""
     with closing(ProcessEngine(job, launcher)) as engine:
         messages = [{"role": "user", "content": "tell me about tea"}]
         sampling = {"temperature": 0.0, "max_tokens": 8}
@@ -92,7 +93,8 @@ def answering(job: JobConfig, launcher: Launcher | None) -> Iterator[ProcessEngi
 
 
 def belongings() -> dict[str, int]:
-    """Our descendants, open files and threads, and files in shared memory."""
+    """Return the numbers of this process's descendants, open files and threads, and of files in
+    shared memory."""
     us = psutil.Process()
     return {
         "processes": len(us.children(recursive=True)),

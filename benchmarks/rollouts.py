@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def cpu_ms(folder: Path, n_rows: int) -> dict[str, float]:
-    """CPU time of a generation, by kind of job."""
+    """Return the CPU time of a generation, by kind of job."""
     (folder / "rows.jsonl").write_text("".join(row(n, 40) for n in range(n_rows)))
     print(f"{'job':>16} {'rows/s':>8} {'ms of CPU a generation':>24}")
     costs = {}
@@ -84,7 +84,8 @@ def cpu_ms(folder: Path, n_rows: int) -> dict[str, float]:
 
 
 def in_flight(folder: Path, n_rows: int) -> dict[str, Any]:
-    """The peak of the run's resident memory, and how many rows were open at once then."""
+    """Return the peak of the run's resident memory, and the number of rows that were open at the
+    same time."""
     (folder / "rows.jsonl").write_text("".join(row(n, 2000) for n in range(n_rows)))
     slow = JOB + "options.latency_s = 20.0\n" + ROLLOUT
     settings = ["--set", f"rollout.concurrency={n_rows}", "--set", f"run.max_in_flight={n_rows}"]

@@ -103,7 +103,7 @@ def measure(folder: Path, setting: str, n_rows: int, n_rounds: int) -> list[Figu
 
 
 def run_batch_s(folder: Path, setting: str) -> float:
-    """From the loaded model to the last line of its answers."""
+    """Return run-batch's seconds from the loaded model to the last line of its answers."""
     worker = f"stamped.{'SimulatedWorker' if setting == 'simulated' else 'CpuWorker'}"
     options = {**OPTIONS, "served_model_name": "batchkit-demo", "worker_cls": worker}
     tool = run_batch(str(HERE.parent / "batchkit/demo_model"))
@@ -142,7 +142,7 @@ def shares_of(keys: list[OpenAI]) -> list[int]:
 
 
 def median_s(client: OpenAI, n_rows: int) -> float:
-    """How long a batch takes from its creation to its end."""
+    """Return the median seconds that a batch takes from its creation to its end."""
     taken = []
     for _ in range(5):
         began = time.monotonic()
@@ -152,7 +152,7 @@ def median_s(client: OpenAI, n_rows: int) -> float:
 
 
 def lines(n_rows: int) -> bytes:
-    """Answers of up to 64 tokens."""
+    """Return a batch file whose answers have up to 64 tokens."""
     rows = (
         {
             "custom_id": f"row-{n}",
@@ -200,7 +200,7 @@ def seconds_in(run: Path) -> float:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[list[OpenAI]]:
-    """A client for each key."""
+    """Start the server, and yield a client for each key."""
     own = ("serve", "job.toml", "--port", "0", "--api-key-file", "keys")
     made = [batchkit(folder, *own, "--new-key", f"k{n}").stdout for n in range(KEYS)]
     command = [sys.executable, "-m", "batchkit", *own]

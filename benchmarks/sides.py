@@ -49,10 +49,11 @@ SET = {"action": "append", "default": [], "help": "KEY=VALUE of batchkit's job"}
 
 
 class Setting(NamedTuple):
-    """The rows, and the cost of a step in the simulated worker; None: the real one, on the CPU.
+    """A setting: the rows, and the cost of a step in the simulated worker. ``costs`` is None for
+    the real worker on the CPU.
 
-    ``job``: tables that override the job's. ``wanted``: for the name of each other side, the
-    minimum of its time divided by batchkit's, or None.
+    ``job``: tables that override those of the job. ``wanted``: by name of another side, the minimum
+    of its time divided by batchkit's; None for no target.
     """
 
     name: str
@@ -63,7 +64,8 @@ class Setting(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A side in a setting, medians; a ratio is its time by batchkit's in the same round."""
+    """The results of a side in a setting: medians. A ratio is the side's time divided by batchkit's
+    time in the same round."""
 
     setting: str
     side: str
@@ -192,7 +194,8 @@ def _run(
 
 
 def told(timeline: Sequence[tuple[float, float, int]]) -> str:
-    """Where a simulated accelerator's time went: ``timeline`` has each step's begin, end and requests."""
+    """Return, as text, how a simulated accelerator spent its time. ``timeline``: begin, end and
+    number of requests of each step."""
     if not timeline:
         return ""
     most = max(requests for _, _, requests in timeline)
@@ -207,7 +210,8 @@ def told(timeline: Sequence[tuple[float, float, int]]) -> str:
 
 
 def check(where: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
-    """An answer is its text, or the first numbers of its vector, and the number of its tokens."""
+    """Exit if an answer differs from the expected one. An answer is its text (or the first numbers
+    of its vector), and its number of tokens."""
     different = [
         n for n, pair in enumerate(zip(found, expected, strict=False)) if not are_equal(*pair)
     ]
@@ -220,7 +224,8 @@ def check(where: str, found: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 def are_equal(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Numbers of vectors may differ by 1e-4: batches differ, and so do their roundings."""
+    """Return whether two answers are equal. Vectors may differ by 1e-4, because the composition of
+    a batch changes rounding."""
     (answer, tokens), (wanted, wanted_tokens) = found, expected
     if isinstance(answer, str):
         return found == expected
@@ -245,14 +250,14 @@ def main() -> None:
 
 
 class HostCpu:
-    """The CPU seconds of this process and all below it, looked at ten times a second."""
+    """A sampler of the CPU seconds of this process and its descendants, ten times a second."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, float]] = []
         threading.Thread(target=self._look, daemon=True).start()
 
     def between(self, start: float, end: float) -> float:
-        """Of two times of the monotonic clock."""
+        """Return the CPU seconds between two times of the monotonic clock."""
         inside = [cpu_s for at, cpu_s in self._seen if start <= at <= end]
         return inside[-1] - inside[0]
 
@@ -271,7 +276,7 @@ class HostCpu:
 def run_batchkit(
     table: dict[str, Any], rows: Path, overrides: Sequence[str], *, hold_back: bool = False
 ) -> dict[str, Any]:
-    """Its answers are read from its ledger."""
+    """Run batchkit. Its answers are read from its ledger."""
     from batchkit.config.loading import make_job
     from batchkit.execution.processor import ProductionBatchProcessor
 
@@ -302,7 +307,8 @@ def vectors_of(summary: Any) -> list[list[Any]]:
 
 
 class Loaded:
-    """When batchkit's log said that the model is loaded, on the monotonic clock."""
+    """A watcher of batchkit's log. It returns the time, on the monotonic clock, at which the log
+    reports the loaded model."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -321,7 +327,7 @@ class Loaded:
 
 
 def held_back(rows: Sequence[dict[str, Any]], loaded: Loaded) -> Iterator[dict[str, Any]]:
-    """The first row at once, the others when the model is loaded."""
+    """Yield the first row immediately, and the other rows when the model is loaded."""
     first, *others = rows
     yield first
     loaded.wait()
@@ -329,7 +335,8 @@ def held_back(rows: Sequence[dict[str, Any]], loaded: Loaded) -> Iterator[dict[s
 
 
 def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[str, Any]:
-    """Batch by batch, each written when it is done; None: all rows in one batch."""
+    """Run the rows in batches of ``size``, and write each batch when it is done. ``size`` None: all
+    rows in one batch."""
     from vllm import LLM, SamplingParams
 
     began = time.monotonic()
@@ -362,7 +369,7 @@ def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[s
 
 
 def run_embed(table: Mapping[str, Any], rows: Path) -> dict[str, Any]:
-    """One ``LLM.embed`` of all rows, then one file for numpy."""
+    """Run one ``LLM.embed`` over all rows, then write one file for numpy."""
     import numpy as np
     from vllm import LLM
 

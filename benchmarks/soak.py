@@ -86,7 +86,8 @@ stall_timeout_s = 5
 
 @dataclass(frozen=True)
 class Round:
-    """All rows in a folder of their own. ``until``: when random faults and kills stop."""
+    """A round: a run of all rows in a separate folder. ``until``: the time at which random faults
+    and kills stop."""
 
     folder: Path
     seed: str
@@ -127,7 +128,7 @@ def main() -> None:
 
 
 def calm_texts(folder: Path, n_rows: int) -> list[str]:
-    """The texts of an undisturbed run."""
+    """Return the texts of an undisturbed run."""
     calm = Round(folder / "calm", "calm", {}, until=0)
     write_job(calm, n_rows)
     code = start(calm).wait()
@@ -216,7 +217,8 @@ def environment(this: Round) -> dict[str, str]:
 
 
 def wait(process: subprocess.Popen[bytes], until: float) -> int | None:
-    """Its exit code; None if it still ran and was killed, but not its engine's process."""
+    """Return the exit code of ``process``. If it still runs at ``until``, kill it (but not its
+    engine's process), and return None."""
     try:
         return process.wait(timeout=max(0.0, until - time.time()))
     except subprocess.TimeoutExpired:
@@ -226,7 +228,7 @@ def wait(process: subprocess.Popen[bytes], until: float) -> int | None:
 
 
 def count_records(this: Round, calm: list[str]) -> Counter[str]:
-    """What the log holds for each row, and what it should."""
+    """Count the rows by outcome, and the differences between the log and the undisturbed run."""
     log = this.output / RESULTS
     records = [line.record for line in read_lines(log) if line.record is not None]
     answers = Counter(record.index for record in records if record.status == "ok")
@@ -261,7 +263,7 @@ def count_left_over(this: Round, shm_before: set[Path]) -> int:
 
 
 def held_in_shm() -> set[Path]:
-    """Files there that some process, most likely another program's, has mapped."""
+    """Return the files in /dev/shm that some process has mapped, usually one of another program."""
     held = set()
     for process in psutil.process_iter():
         try:
@@ -272,7 +274,8 @@ def held_in_shm() -> set[Path]:
 
 
 def processes_of(this: Round) -> list[psutil.Process]:
-    """Processes with the round's environment: its engines, and what they started."""
+    """Return the processes with the round's environment: its engines, and the processes that they
+    started."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -284,7 +287,8 @@ def processes_of(this: Round) -> list[psutil.Process]:
 
 
 def engine_restarts(this: Round) -> int:
-    """As the run itself counts them; a kill loses the count of the restart that it interrupts."""
+    """Return the number of engine restarts that the run has counted. A restart that a kill
+    interrupts is not counted."""
     path = this.output / "manifest.json"
     starts = json.loads(path.read_text())["starts"] if path.exists() else []
     return sum(start.get("engine_restarts", 0) for start in starts)

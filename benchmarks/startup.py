@@ -1,4 +1,4 @@
-"""How soon batchkit answers: help, status, validate, the first record, and the first token.
+"""The time until batchkit answers: help, status, validate, the first record, and the first token.
 
     python benchmarks/startup.py [--rounds 3] [--calls 5] [--quick]
 
@@ -123,14 +123,15 @@ def table(found: dict[str, list[float]]) -> dict[str, float]:
 
 
 def whole(folder: Path, command: Sequence[str]) -> float:
-    """Seconds that ``command`` takes."""
+    """Return the seconds that ``command`` takes."""
     began = time.perf_counter()
     subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, check=True)
     return time.perf_counter() - began
 
 
 def first(folder: Path, command: Sequence[str], run: str) -> float:
-    """Seconds until the log of ``run`` holds something; the command then runs to its end."""
+    """Return the seconds until the log of ``run`` has its first record. The command then runs to
+    its end."""
     shutil.rmtree(folder / "output", ignore_errors=True)
     log = folder / "output" / run / "results.jsonl"
     began = time.perf_counter()

@@ -55,7 +55,7 @@ SHAPES = (Shape(64, 15, 300), Shape(256, 12, 1000), Shape(256, 12, 2000))
 
 
 class Found(NamedTuple):
-    """``lengths``: the tokens of each row's two answers."""
+    """The results of one side. ``lengths``: the numbers of tokens of each row's two answers."""
 
     at_work_s: float
     whole_s: float
@@ -126,7 +126,8 @@ def measured(shape: Shape, folder: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def most(lengths: Sequence[tuple[int, int]], places: int) -> float:
-    """The steps of two jobs, one after the other, by those of one in which a row's second answer follows its first."""
+    """Return the steps of two jobs, one after the other, divided by the steps of one job in which
+    each row's second answer follows its first."""
     two_jobs = sum(steps_of([(row[n],) for row in lengths], places) for n in (0, 1))
     return two_jobs / steps_of(lengths, places)
 
@@ -141,7 +142,7 @@ def steps_of(rows: Sequence[tuple[int, ...]], places: int) -> int:
 
 
 def against(seconds: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
-    """The median, and the ratio to our time in each round."""
+    """Return the median, and the ratio to batchkit's time in each round."""
     ratios = [theirs / own for theirs, own in zip(seconds, ours, strict=True)]
     ratio = statistics.median(ratios)
     return {"seconds": statistics.median(seconds), "ratios": ratios, "ratio": ratio}
@@ -172,7 +173,7 @@ def run_two_jobs(shape: Shape, rows: Path, model: Path, folder: Path) -> Found:
 def run_batchkit(
     name: str, job: Mapping[str, Any], shape: Shape, model: Path, folder: Path
 ) -> tuple[float, float]:
-    """Seconds at work, and of the whole command."""
+    """Return the seconds from the first step to the last result, and of the whole command."""
     options = {**options_of(shape), "worker_cls": "stamped.SimulatedWorker"}
     table = {
         "name": name,
@@ -210,7 +211,7 @@ def run_ray(shape: Shape, rows: Path, model: Path, folder: Path) -> Found:
 def run(
     name: str, command: Sequence[str], shape: Shape, folder: Path, costs: Mapping[str, Any]
 ) -> tuple[float, list[float]]:
-    """As ``timed``."""
+    """Run ``command`` on a simulated accelerator of ``shape``. Returns the same as ``timed``."""
     costs = {**STEP, "step_ms": shape.step_ms, "token_us": 4, **costs}
     return timed(name, command, folder, name, costs)
 
@@ -220,7 +221,8 @@ def options_of(shape: Shape) -> dict[str, Any]:
 
 
 def answers_of(folder: Path, name: str) -> list[Any]:
-    """The texts of the second step, in the order of the rows of the first; its own tokens."""
+    """Return the text and the number of tokens of each answer of the second step, in the order of
+    the rows of the first step."""
     log = folder / "output" / name / "results.jsonl"
     records = [json.loads(line) for line in log.open()]
     if name == "second":  # its rows are in the order in which the first job ended them

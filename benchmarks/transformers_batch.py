@@ -1,4 +1,4 @@
-"""What batching gains with the transformers engine: the same rows at several batch sizes.
+"""The gain from batching with the transformers engine: the same rows at several batch sizes.
 
     python benchmarks/transformers_batch.py [--rounds 3] [--rows 24] [--sizes 1,2,4,8,16] [--quick]
 
@@ -32,7 +32,7 @@ HEAVY_TAIL = (6, 9, 12, 16, 24, 8, 128, 11, 4, 40)
 
 
 class Run(NamedTuple):
-    """One pass over the rows. ``tokens``: those of the answers."""
+    """The result of one pass over the rows. ``tokens``: number of tokens of all answers."""
 
     seconds: float
     tokens: int

@@ -56,11 +56,14 @@ WALKED = {name: DEFAULT[name] for name in DEFAULT if name != "gpu_memory_utiliza
 
 @dataclass(frozen=True)
 class Device:
-    """Milliseconds: a step costs ``step``, ``seq`` for each sequence, ``token`` for each token of a prompt, and ``host``
-    for scheduling, which asynchronous scheduling hides. ``kv``: sequences that fit; more are preempted. A row has
-    ``prompt`` and ``answer`` tokens, of the prompt a share ``shared`` with others. ``crowd``: what each further sequence
-    costs the others, which makes a smaller batch faster. ``image``: of a thread that renders a row, on 16 cores. ``weights``: their share
-    of a GPU's memory, which tensor parallelism divides; ``talk``: what a step of it costs."""
+    """A simulated device. Costs are in milliseconds. A step costs ``step``, ``seq`` for each
+    sequence, ``token`` for each prompt token, and ``host`` for scheduling, which asynchronous
+    scheduling hides. ``kv``: number of sequences that fit into the KV cache; more are preempted. A
+    row has ``prompt`` and ``answer`` tokens; ``shared``: fraction of the prompt that rows share.
+    ``crowd``: cost of each further sequence for all others, which makes a smaller batch faster.
+    ``image``: time of a thread to render a row, on 16 cores. ``weights``: fraction of a GPU's
+    memory for the weights, which tensor parallelism divides. ``talk``: cost of tensor parallelism
+    per step."""
 
     name: str
     step: float = 8.0
@@ -79,7 +82,8 @@ class Device:
     talk: float = 3.0
 
     def choices(self) -> Iterator[dict[str, Any]]:
-        """Every one of ``SPACE``, and as many sequences as the KV cache holds."""
+        """Yield all choices of ``SPACE`` and of the GPUs, also with as many sequences as the KV
+        cache holds."""
         for values in itertools.product(*SPACE.values()):
             for across, workers in ACROSS.get(self.gpus, [(1, 1)]):
                 ours = {"tensor_parallel_size": across, "workers.count": workers}
@@ -89,7 +93,8 @@ class Device:
                     yield {**chosen, "max_num_seqs": self.holds(chosen)}
 
     def seen(self, options: Mapping[str, Any]) -> tuple[float, Idle]:
-        """Rows a second, and what the engine waits for meanwhile."""
+        """Return the rows per second that a trial shows, and what the engine waits for
+        meanwhile."""
         chosen = {**DEFAULT, "workers.count": 1, **options}
         size, workers = chosen["max_num_seqs"], chosen["workers.count"]
         engines = workers * self.engine(chosen)
@@ -107,7 +112,7 @@ class Device:
         return self.seen(options)[0]
 
     def holds(self, chosen: Mapping[str, Any]) -> int:
-        """Sequences in the KV cache."""
+        """Return the number of sequences that fit into the KV cache."""
         across = chosen.get("tensor_parallel_size", 1)
         free = chosen["gpu_memory_utilization"] * across - self.weights
         return int(self.kv * free / (0.92 - self.weights))
@@ -170,7 +175,7 @@ def optimum(device: Device) -> float:
 
 
 class Simulated:
-    """Trials of a device that cost nothing."""
+    """Trials of a simulated device, which take no time."""
 
     def __init__(self, device: Device, random: Random) -> None:
         self.rows = self.total = 1_000_000
@@ -193,7 +198,7 @@ class Simulated:
 
 
 class Forgetful:
-    """No file of what earlier trials have shown."""
+    """A replacement for the file of earlier trials that stores nothing."""
 
     def __init__(self, job: JobConfig) -> None: ...
 
@@ -224,13 +229,15 @@ def tuned(device: Device, random: Random) -> Tuned:
 
 
 def searched(found: Tuned) -> list[Tried]:
-    """Its trials before the default was measured again, to compare it with the best."""
+    """Return the trials of the search, without the final comparison of the default with the best
+    options."""
     again = [n for n, tried in enumerate(found.trials) if not tried.options][1:]
     return found.trials[: again[0]] if again else found.trials
 
 
 def at_random(device: Device, random: Random, n_trials: int) -> float:
-    """The true rate of what looked best among so many choices, the default one of them."""
+    """Return the true rate of the choice that looked best among ``n_trials`` random choices, one of
+    which is the default."""
     across = ACROSS.get(device.gpus, [(1, 1)])
     choices: list[dict[str, Any]] = [DEFAULT]
     for _ in range(n_trials - 1):
@@ -244,7 +251,8 @@ def at_random(device: Device, random: Random, n_trials: int) -> float:
 
 
 def by_optuna(device: Device, random: Random, n_trials: int) -> float:
-    """The same of Optuna's default sampler, which is told the default first; NaN if it is not installed."""
+    """Return the same for Optuna's default sampler, which gets the result of the default first; NaN
+    if Optuna is not installed."""
     if find_spec("optuna") is None:
         return math.nan
     import optuna

@@ -143,7 +143,7 @@ def main() -> None:
 
 
 def begin(folder: Path, dtype: str) -> Path:
-    """A run of one row, whose record the others vary."""
+    """Make a run of one row. The records of all other rows are variations of its record."""
     (folder / "job.toml").write_text(
         'name = "vectors"\ntask = "embed"\ninput.path = "rows.jsonl"\ninput.id = "id"\n'
         f'prompt.user = "{{{{ q }}}}"\nengine.kind = "dry-run"\noutput.vector_dtype = "{dtype}"\n'

@@ -29,7 +29,7 @@ GROUP = "drinks"
 
 
 def wanted_of(n: int) -> dict[str, tuple[dict[str, Any], float | None]]:
-    """Queries over ``n`` rows, by what they are, and the seconds that they may take."""
+    """Return queries over ``n`` rows by name, and the maximum seconds of each."""
     failed, row = n * 7 // 1000 * 100 + 99, n * 6 // 10
     return {
         "a page in the middle": ({"offset": n // 2}, 1),
@@ -46,7 +46,8 @@ def wanted_of(n: int) -> dict[str, tuple[dict[str, Any], float | None]]:
 
 
 class Answer(NamedTuple):
-    """``first_s``: until the first answer; ``whole_s``: until one over the whole log."""
+    """The times of a query. ``first_s``: seconds until the first answer; ``whole_s``: until an
+    answer over the whole log."""
 
     first_s: float
     whole_s: float
@@ -139,7 +140,8 @@ def serving(folder: Path) -> Iterator[Server]:
 
 
 def write_run(folder: Path, n: int) -> Path:
-    """A finished run of ``n`` rows, with scores, groups and failures; its log as a run writes it."""
+    """Write a finished run of ``n`` rows, with scores, groups and failures. Its log has the form
+    that a run writes."""
     from batchkit.storage.ledger import Ledger, RecordLine, rewritten
 
     first = make_run(folder, 1)
@@ -172,7 +174,7 @@ def write_run(folder: Path, n: int) -> Path:
 
 
 def write_scores(log: Path) -> None:
-    """As ``batchkit score`` leaves them: all rows right."""
+    """Write the scores as ``batchkit score`` does, with all rows right."""
     from batchkit.storage.newest_lines import read_newest
     from batchkit.storage.score_store import ScoreLine, write_scores
 

@@ -1,4 +1,5 @@
-"""The demo model: its tokenizer, its config, itself with what only training needs, and its folder."""
+"""The demo model: its tokenizer, its config, the model with the parts that only training needs, and
+the writer of its folder."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ LETTERS, LETTERS_LAYER = (
 
 
 def make_tokenizer() -> Tokenizer:
-    """Byte-level BPE: a known word is one token, a digit is one, and any other text is bytes."""
+    """Return a byte-level BPE tokenizer. A known word is one token, a digit is one token, and any
+    other text becomes bytes."""
     tokenizer = Tokenizer(tokenizer_models.BPE())
     split = pre.Split(Regex(PIECES), behavior="isolated")
     tokenizer.pre_tokenizer = pre.Sequence(
@@ -155,11 +157,12 @@ class GreyPatches(nn.Module):
 
 
 class DemoReader(nn.Module):
-    """Qwen3-VL, with readers that only its training has.
+    """The demo model (Qwen3-VL) with readers, which only its training uses.
 
-    A reader takes a visual token to an embedding of the text part: that of its row's name, its
-    column's name, or a digit of its number, and a patch to its letter. So the vision part learns to read, and to bring names to
-    cells, before any answer shows it how, and a question's word finds its like in the picture.
+    A reader maps a visual token to an embedding of the text part: that of the row's name, the
+    column's name, or a digit of the number in the cell. Another one maps a patch to its letter.
+    With these, the vision part learns to read, and to assign names to cells, before it is trained
+    on answers, and a word in a question has the same embedding as this word in the picture.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -189,20 +192,23 @@ class DemoReader(nn.Module):
         return self.text.embed_tokens.weight
 
     def compile_layers(self) -> None:
-        """Faster on a GPU, after half a minute."""
+        """Compile the layers. This makes training on a GPU faster, after half a minute for
+        compiling."""
         self.vision_layer = torch.compile(_vision_layer, dynamic=True)
         self.text_layer = torch.compile(_text_layer, dynamic=True)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """For pictures one by one, which would be compiled anew."""
+        """Use the layers without compilation inside the block, for single pictures, each of which
+        would be compiled again."""
         layers = self.vision_layer, self.text_layer
         self.vision_layer, self.text_layer = _vision_layer, _text_layer
         yield
         self.vision_layer, self.text_layer = layers
 
     def read(self, seen: Tensor) -> list[Tensor]:
-        """Logits of each visual token: its row's name, its column's, its number's digits, its place."""
+        """Return the logits of each visual token: of the row's name, the column's name, the digits
+        of the number, and the position."""
         seen = F.rms_norm(seen, seen.shape[-1:])  # as the text part's layers do
         return [
             reader(seen) @ self.embeddings[getattr(self, f"readable{number}")].T
@@ -210,9 +216,10 @@ class DemoReader(nn.Module):
         ]
 
     def see(self, patches: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Pictures of ``height`` × ``width`` visual tokens each: picture, token, hidden.
+        """Return the hidden states of pictures of ``height`` × ``width`` visual tokens, with the
+        shape picture, token, hidden.
 
-        And the logits of each patch's letter.
+        Also return the logits of each patch's letter.
 
         Args:
             patches: Picture, patch, pixel; the four patches of a visual token together.
@@ -233,9 +240,10 @@ class DemoReader(nn.Module):
     def think(
         self, ids: Tensor, seen: Tensor, start: int, mask: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states of sequences whose tokens from ``start`` on are what was seen.
+        """Return the hidden states of sequences in which the visual tokens ``seen`` begin at
+        ``start``.
 
-        And the attention of one layer.
+        Also return the attention of one layer.
         """
         embedded = self.text.embed_tokens(ids)
         after = embedded[:, start + seen.shape[1] :]
@@ -252,7 +260,7 @@ class DemoReader(nn.Module):
         return (hidden @ self.embeddings.T).float()
 
     def weights(self) -> dict[str, Tensor]:
-        """By the hub's names, in bfloat16."""
+        """Return the weights in bfloat16, by their names on the hub."""
         named = {f"model.visual.{name}": w for name, w in self.visual.state_dict().items()}
         named |= {f"model.language_model.{name}": w for name, w in self.text.state_dict().items()}
         patches, convolution = (f"model.visual.patch_embed.{name}" for name in ("linear", "proj"))
@@ -263,7 +271,7 @@ class DemoReader(nn.Module):
 
 
 def patch_places(height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Line and column of each patch, in Qwen's order."""
+    """Return the line and the column of each patch, in Qwen's order."""
     lines = torch.arange(height * MERGE, device=device).view(height, 1, MERGE, 1)
     columns = torch.arange(width * MERGE, device=device).view(1, width, 1, MERGE)
     shape = height, width, MERGE, MERGE
@@ -278,7 +286,8 @@ def _rotation(lines: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _vision_layer(block: nn.Module, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As Qwen's, for pictures of one size: picture, patch, hidden."""
+    """Apply a vision layer of Qwen to pictures of one size. Shape of ``hidden``: picture, patch,
+    hidden."""
     attention = block.attn
     parts = attention.qkv(block.norm1(hidden)).unflatten(-1, (3, -1, HEAD_DIM))
     query, key, value = (part.transpose(1, 2) for part in parts.unbind(2))
@@ -296,7 +305,8 @@ def _text_layer(
     sin: Tensor,
     attend: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As Qwen's; `_kept_attention` gives its weights, too."""
+    """Apply a text layer of Qwen. With ``attend`` = ``_kept_attention``, also return the attention
+    weights."""
     attention, mlp = layer.self_attn, layer.mlp
     normed = _normed(layer.input_layernorm, hidden)
     heads = (*hidden.shape[:2], -1, HEAD_DIM)
@@ -334,7 +344,8 @@ def _kept_attention(
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer, model: DemoReader) -> None:
-    """As on the hub; a model that is there already is replaced file by file."""
+    """Write the model's folder in the layout of the Hugging Face hub. Existing files are replaced
+    one by one."""
     config = make_config(tokenizer)
     stop = [config["text_config"]["eos_token_id"], config["text_config"]["bos_token_id"]]
     files = {

@@ -1,4 +1,4 @@
-"""Pictures of tables as other people draw them: what the demo model is trained and tested on.
+"""Drawing of tables in many styles, for the training and the tests of the demo model.
 
     python scripts/demo_styles.py FOLDER [--fonts /usr/share/fonts]     pictures to look at
 
@@ -120,7 +120,8 @@ class Colours(NamedTuple):
 
 
 def find_fonts(folder: Path, packages: dict[str, list[str]]) -> list[tuple[str, str]]:
-    """Families whose files are below the folder. Raises SystemExit if one is missing."""
+    """Return the (regular, bold) files of each font family below ``folder``. Raises SystemExit if
+    one is missing."""
     files = {path.stem: str(path) for path in sorted(folder.rglob("*.[ot]tf"))}
     wanted = {name for families in packages.values() for pair in families for name in pair.split()}
     if missing := sorted(wanted - files.keys()):
@@ -137,7 +138,8 @@ def training_look(random: Random, fonts: list[tuple[str, str]]) -> Look:
 
 
 def natural_size(random: Random, table: DrawnTable, look: Look) -> tuple[int, int]:
-    """Of a picture that somebody may draw: width and height in pixels."""
+    """Return the width and the height, in pixels, of a picture in which a person could draw the
+    table."""
     size, spread = random.uniform(12, 24), random.uniform(1.0, 1.4)
     widths = _text_widths(texts(table), look)
     across, down = len(widths[0]), len(widths)
@@ -150,10 +152,10 @@ def natural_size(random: Random, table: DrawnTable, look: Look) -> tuple[int, in
 def draw_look(
     random: Random, table: DrawnTable, look: Look, size: tuple[int, int], scale: float = 1.0
 ) -> Picture | None:
-    """The table in a picture of this size, or None if its text would be too small to be read.
+    """Return a picture of ``size`` with the table, or None if the text would be too small to read.
 
     Args:
-        scale: How many of the picture's pixels are one of the model's.
+        scale: Number of pixels of the picture that become one pixel of the model's image.
     """
     lines = texts(table)
     if lines[0][0] and random.random() < 0.5:
@@ -178,7 +180,8 @@ def draw_look(
 def _lay_out(
     random: Random, lines: list[list[str]], look: Look, size: tuple[int, int], scale: float
 ) -> tuple[float, list[int], list[int]] | None:
-    """Font size, and where columns and lines begin, with the end of the last."""
+    """Return the font size, and the positions at which columns and lines begin, with the end of the
+    last one."""
     widths = _text_widths(lines, look)
     across, down = len(widths[0]), len(widths)
     by_column = [max(line[x] for line in widths) for x in range(across)]
@@ -206,7 +209,8 @@ def _lay_out(
 
 
 def _place(random: Random, steps: list[float], room: float, edge: float, most: float) -> list[int]:
-    """Spread the steps over the room, or leave some of it before and after them."""
+    """Return positions for ``steps``. The steps fill ``room``, or leave a part of it free before
+    and after them."""
     spare = room - sum(steps)
     used = 1.0 if random.random() < 0.6 else random.random()
     used = min(spare * used, sum(steps) * (most - 1))
@@ -217,7 +221,8 @@ def _place(random: Random, steps: list[float], room: float, edge: float, most: f
 
 
 def _colours(random: Random, look: Look) -> Colours:
-    """From white paper and black ink to less contrast, sometimes light on dark."""
+    """Return random grays, from white paper and black ink to less contrast, sometimes light on
+    dark."""
     paper = 255 if random.random() < 0.5 else random.randint(205, 255)
     ink = 0 if random.random() < 0.4 else random.randint(0, 100)
     line = random.choice((0, ink, random.randint(0, 160), random.randint(120, paper - 15)))
@@ -285,7 +290,7 @@ def _write(
     lefts: list[int],
     tops: list[int],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The texts; returns the boxes and letters of a `Picture`."""
+    """Draw the texts of the table. Return the boxes and letters of the `Picture`."""
     letters: list[tuple[float, float, float, int]] = []
     regular = _font(look.font[0], font_size)
     bold = _font(look.font[1], font_size)
@@ -318,7 +323,7 @@ def _write(
 def spelled(
     face: str, text: str, start: float, middle: float, font_size: float
 ) -> Iterator[tuple[float, float, float, int]]:
-    """The letters of a `Picture`."""
+    """Yield the letters of a text for a `Picture`."""
     for letter in text:
         length = _word_width(face, letter) * font_size
         yield start + length / 2, middle, font_size, ord(letter)
@@ -326,7 +331,7 @@ def spelled(
 
 
 def _text_widths(lines: list[list[str]], look: Look) -> list[list[float]]:
-    """At a font size of 1, in bold."""
+    """Return the widths of the texts in bold at a font size of 1."""
     return [[text_width(look.font[1], text) for text in line] for line in lines]
 
 
@@ -353,7 +358,7 @@ def _load(path: str, size: float) -> ImageFont.FreeTypeFont:
 
 
 def worn(random: Random, pixels: np.ndarray) -> np.ndarray:
-    """Now and then as a JPEG or out of focus."""
+    """Return ``pixels``, at random unchanged, with the artifacts of a JPEG, or blurred."""
     if random.random() > 0.3:
         return pixels
     image = Image.fromarray(pixels)

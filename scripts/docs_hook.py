@@ -1,4 +1,4 @@
-"""Called by mkdocs: adds the pages that lie outside docs/ to the site."""
+"""A hook for mkdocs that adds the pages outside docs/ to the site."""
 
 from __future__ import annotations
 

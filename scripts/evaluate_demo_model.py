@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 
 def make_cases(tables: int, seed: object, style: str, fonts: Path) -> list[Case]:
-    """A look-up and another question about each table."""
+    """Return two cases for each of ``tables`` random tables: a look-up and another question."""
     random, artist = Random(f"evaluation {seed}"), Artist(style, fonts)
     cases = []
     for number in range(tables):
@@ -79,7 +79,7 @@ def make_cases(tables: int, seed: object, style: str, fonts: Path) -> list[Case]
 
 
 class Artist:
-    """Draws in one of STYLES, its looks or fonts in turn."""
+    """A class that draws tables in one of STYLES, with its looks or fonts in turn."""
 
     def __init__(self, style: str, fonts: Path) -> None:
         self.style = style
@@ -87,7 +87,7 @@ class Artist:
         self.unknown = find_fonts(fonts, HELD_OUT_FONTS) if style == "fonts" else []
 
     def draw(self, random: Random, table: DrawnTable, number: int) -> tuple[Image.Image, str]:
-        """The picture and the name of its look."""
+        """Return the picture and the name of its look."""
         if self.style == "own":
             return draw(table).convert("RGB"), ""
         if self.style == "matplotlib":
@@ -175,7 +175,7 @@ class Marks(NamedTuple):
 
 
 def evaluate(model: Path, engine: str, tables: int, seed: int, fonts: Path) -> dict[str, Marks]:
-    """By style."""
+    """Return the results of the model by style."""
     by_style = {style: make_cases(tables, seed, style, fonts) for style in STYLES}
     cases = [case for some in by_style.values() for case in some]
     answers = iter(ENGINES[engine](str(model), cases))
@@ -196,7 +196,7 @@ def _in_words(case: Case) -> str:
 
 
 def _groups(cases: list[Case], right: list[bool], key: Callable[[Case], str]) -> Shares:
-    """But those whose key is empty."""
+    """Return the results by key. Cases whose key is empty are left out."""
     groups: Shares = defaultdict(list)
     for name, exact in sorted((key(case), exact) for case, exact in zip(cases, right, strict=True)):
         groups[name].append(exact)

@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/make_job_file_doc.py
 
-``tests/test_docs.py`` fails where the committed files are not what this gives.
+``tests/test_docs.py`` fails if the committed files differ from the result of this script.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ _OF_THEIR_OWN = ("vars", "steps", "rollout", "engines")  # sections
 
 
 def document() -> str:
-    """The page."""
+    """Return the page as Markdown."""
     fields = JobConfig.model_fields
     plain = {name: field for name, field in fields.items() if not _is_table(field)}
     of_top = {name: plain[name] for name in plain if name not in _OF_THEIR_OWN}

@@ -2,8 +2,9 @@
 
     python scripts/make_quickstart_data.py [FOLDER]
 
-`batchkit demo tables` writes such files, too. Beside them, ``largest.jsonl`` names the row with the
-largest number of a column, and the second, of each table. No question was left out.
+`batchkit demo tables` writes such files, too. The script also writes ``largest.jsonl``. For each
+table, this file names the rows with the largest and the second largest number of a column. No
+question was left out.
 """
 
 from __future__ import annotations

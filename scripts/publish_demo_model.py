@@ -54,7 +54,7 @@ def _kinds(marks: dict[str, Marks]) -> Iterator[str]:
 
 
 def _looks(marks: dict[str, Marks]) -> Iterator[str]:
-    """Looks and fonts side by side."""
+    """Yield the lines of a table with looks and fonts side by side."""
     yield from ("| look | exact | font | exact |", "|---|--:|---|--:|")
     columns = [
         [f"{name} | {share(exact):.1%}" for name, exact in marks[style].looks.items()]

@@ -103,7 +103,7 @@ KEPT_BATCHES = 300
 
 
 class Pictures(NamedTuple):
-    """Of one size."""
+    """Pictures of one size."""
 
     height: int  # in visual tokens
     width: int
@@ -113,7 +113,8 @@ class Pictures(NamedTuple):
     letters: Tensor  # picture, patch: which of LETTERS is in its middle, or IGNORE
 
     def patches(self, *, worn: bool = False) -> Tensor:
-        """Picture, patch, pixel from -1 to 1, in Qwen's order; ``worn``: with noise and other greys."""
+        """Return the patches in Qwen's order, with pixels from -1 to 1 (shape: picture, patch,
+        pixel). ``worn``: with noise and other grays."""
         scaled = self.pixels.float() / 127.5 - 1
         if worn:
             shape = len(scaled), 1, 1
@@ -127,7 +128,8 @@ class Pictures(NamedTuple):
 
 
 class Chats(NamedTuple):
-    """Sequences of pictures of one size, each with as many questions."""
+    """Sequences, each with one picture and several questions. All have the same picture size and
+    number of questions."""
 
     ids: Tensor  # picture, token
     labels: Tensor  # picture, question, token: the next token where it is of an answer
@@ -154,7 +156,7 @@ def _moved(part: Pictures | Chats, device: torch.device) -> Pictures | Chats:
 
 
 def make_pictures(tables: Sequence[DrawnTable], drawn: Sequence[Picture]) -> Pictures:
-    """Of equal size."""
+    """Return ``drawn`` pictures of equal size, with the targets for training."""
     height, width = drawn[0].pixels.shape[0] // SIDE, drawn[0].pixels.shape[1] // SIDE
     cells = np.stack([_cells(picture.boxes, height, width) for picture in drawn])
     words = np.full((*cells.shape, READERS), IGNORE, dtype=np.int16)
@@ -166,7 +168,7 @@ def make_pictures(tables: Sequence[DrawnTable], drawn: Sequence[Picture]) -> Pic
 
 
 def _letters(letters: np.ndarray, height: int, width: int) -> np.ndarray:
-    """By patch, in Qwen's order."""
+    """Return the letter in the middle of each patch, in Qwen's order."""
     x, y, size, code = letters.T
     near = np.argsort(-np.abs(x % PATCH - PATCH / 2), kind="stable")  # the nearest comes last
     grid = np.full((height * MERGE + 1, width * MERGE + 1), IGNORE, dtype=np.int16)
@@ -179,7 +181,7 @@ def _letters(letters: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _cells(boxes: np.ndarray, height: int, width: int) -> np.ndarray:
-    """By visual token the cell whose text covers most of it."""
+    """Return, for each visual token, the cell whose text covers most of the token."""
     covers = [
         np.clip(
             np.minimum(boxes[:, side + 2, None], edges + SIDE)
@@ -195,7 +197,7 @@ def _cells(boxes: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _words(table: DrawnTable) -> np.ndarray:
-    """By cell what is to be read in it."""
+    """Return, for each cell, the words and digits to read in it."""
     places = range(len(table.columns) + 1)
     grid = [("", "", "", "", "")]
     grid += [("", c, "", "", str(x)) for x, c in enumerate(table.columns, 1)]
@@ -217,7 +219,7 @@ def _words(table: DrawnTable) -> np.ndarray:
 
 
 def own_picture(table: DrawnTable) -> Picture:
-    """In the quickstart's style, its boxes and letters about right."""
+    """Return a picture in the quickstart's style, with approximate boxes and letters."""
     boxes, letters, size = [], [], table.font_size
     for y, line in enumerate(texts(table)):
         for x, text in enumerate(line):
@@ -264,7 +266,7 @@ def make_chats(tokenizer: Tokenizer, pictures: Pictures, asked: list[list[Questi
 
 
 def _mask(prefix: int, count: int, length: int) -> Tensor:
-    """Causal, and no question sees another."""
+    """Return a causal attention mask in which no question sees another question."""
     part = torch.zeros(prefix + count * length, dtype=torch.long)
     part[prefix:] = torch.arange(count).repeat_interleave(length) + 1
     visible = (part[:, None] == part) | (part == 0)
@@ -272,7 +274,8 @@ def _mask(prefix: int, count: int, length: int) -> Tensor:
 
 
 def _positions(start: int, height: int, width: int, count: int, length: int) -> Tensor:
-    """Qwen's: a picture's lines and columns count from its start, text goes on after the longer."""
+    """Return Qwen's positions. Lines and columns of a picture count from the start of the picture;
+    the text after it continues from the larger of the two."""
     line, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     picture = torch.stack([torch.zeros_like(line), line, column]).view(3, -1) + start
     after = start + max(height, width)
@@ -282,7 +285,8 @@ def _positions(start: int, height: int, width: int, count: int, length: int) -> 
 
 
 class TrainingBatches(IterableDataset):
-    """Without end. ``progress`` is the part of the time that was spent."""
+    """An endless stream of training batches. ``progress``: the fraction of the training time that
+    is over."""
 
     def __init__(
         self,
@@ -329,7 +333,8 @@ class TrainingBatches(IterableDataset):
     def _styled(
         self, random: Random, sizes: list[tuple[int, int]], height: int, width: int
     ) -> tuple[DrawnTable, Picture]:
-        """A table that fits, as the processor scales its picture to these sides."""
+        """Return a random table, and its picture as the processor scales it to ``height`` and
+        ``width``."""
         fitting = [s for s in sizes if (s[0] + 1) * 18 <= height and (s[1] + 1) * 38 <= width]
         weights = [rows * columns for rows, columns in fitting or [(1, 1)]]
         while True:
@@ -356,7 +361,7 @@ class TrainingBatches(IterableDataset):
 
 
 def _canvas(random: Random) -> tuple[int, int]:
-    """Height and width in pixels, whole visual tokens."""
+    """Return a random height and width in pixels, in whole visual tokens."""
     while True:
         area = MIN_SEEN * (MAX_SEEN / MIN_SEEN) ** random.random() ** 0.7
         aspect = 0.6 * (3.2 / 0.6) ** random.random()  # width by height
@@ -378,7 +383,7 @@ def make_tests(tokenizer: Tokenizer, style: str, tables: int, fonts: Path) -> li
 
 
 def _alone(tokenizer: Tokenizer, case: Case) -> Batch:
-    """As the processor scales the picture."""
+    """Return a batch of one case, with the picture scaled as by the model's processor."""
     pixels = np.asarray(_scaled(case.image.convert("RGB"))).mean(-1)
     height, width = (side // SIDE for side in pixels.shape)
     words = torch.zeros(1, height * width, READERS, dtype=torch.long)
@@ -410,7 +415,7 @@ class Losses(NamedTuple):
 def losses(
     model: DemoReader, pictures: Pictures, chats: Chats | None, *, worn: bool = False
 ) -> tuple[Losses, Tensor | None]:
-    """And the logits of the answers' tokens."""
+    """Return the losses, and the logits of the answers' tokens (None without ``chats``)."""
     seen, letter = model.see(pictures.patches(worn=worn), pictures.height, pictures.width)
     spelling = _loss(letter, pictures.letters)
     read = zip(model.read(seen), pictures.words.unbind(-1), strict=True)
@@ -426,7 +431,8 @@ def losses(
 
 
 def _pointing(attended: Tensor, pictures: Pictures, chats: Chats) -> Tensor:
-    """How little, from a question's last word on, the heads attend to the cells in question."""
+    """Return a loss that is high if the heads, from the last word of a question on, attend little
+    to the cells that the question asks for."""
     seen = attended[:, :POINTERS, chats.image_end + 1 :, chats.image_start : chats.image_end]
     seen = seen.unflatten(2, chats.labels.shape[1:])  # picture, head, question, token, seen
     wanted = (
@@ -444,7 +450,8 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def accuracy(model: DemoReader, tests: list[Test], device: torch.device) -> dict[str, float]:
-    """By kind, the share of answers whose tokens are all the likeliest: what greedy decoding gives."""
+    """Return, by kind of question, the fraction of answers that greedy decoding gives exactly: each
+    token of the answer is the most likely one."""
     hits: list[Tensor] = []
     with model.uncompiled():
         for test in tests:
@@ -466,7 +473,8 @@ def learning_rate(progress: float, since: int) -> float:
 
 
 class Batches:
-    """New ones as they are drawn; while none is ready, one of the last ones again, with new noise."""
+    """A source of batches. It returns new batches as they are drawn; while none is ready, it
+    returns one of the last ones again, with new noise."""
 
     def __init__(self, loader: DataLoader, device: torch.device) -> None:
         self.device, self.kept = device, deque(maxlen=KEPT_BATCHES)
@@ -480,7 +488,7 @@ class Batches:
             self.ready.put(batch)
 
     def next(self) -> Batch:
-        """Those of an earlier part of the training are dropped."""
+        """Return the next batch. Kept batches of an earlier stage of the training are dropped."""
         if self.ready.empty() and self.kept:
             return self.random.choice(self.kept)
         batch = self.ready.get().to(self.device)
@@ -492,7 +500,7 @@ class Batches:
 
 
 class State:
-    """What a training continues from."""
+    """The state from which a stopped training continues."""
 
     def __init__(self, folder: Path, model: DemoReader, optimizer: torch.optim.Optimizer) -> None:
         self.file, self.model, self.optimizer = folder / "last.pt", model, optimizer

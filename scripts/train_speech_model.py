@@ -139,8 +139,10 @@ def train(
 
 
 class Batch(NamedTuple):
-    """Mel spectrograms, the tokens that the decoder gets, those that follow, the digit of each frame of the encoder (10
-    for none), and for each token the frames that the next one is about (none: not trained)."""
+    """A training batch. ``features``: mel spectrograms. ``tokens``: input of the decoder;
+    ``labels``: the token that follows each. ``digits``: the digit of each frame of the encoder, 10
+    for none. ``seen``: for each token, the frames that the next token is about; if there are none,
+    the attention is not trained."""
 
     features: torch.Tensor
     tokens: torch.Tensor
@@ -179,8 +181,9 @@ def make_batch(
 def loss_of(
     model: WhisperForConditionalGeneration, probe: nn.Linear, its: Batch
 ) -> tuple[torch.Tensor, float]:
-    """Of the answers; and of what the encoder knows of each frame, and of where the decoder looks, which would else take
-    hours to find out."""
+    """Return the loss. Besides the answers, it trains the digit that the encoder finds in each
+    frame, and the frames to which the decoder attends, because learning these from answers alone
+    would take hours."""
     made = model(
         input_features=its.features,
         decoder_input_ids=its.tokens,
@@ -206,7 +209,7 @@ def spoken(random: Random) -> DigitRecording:
 
 
 def mel(recordings: list[np.ndarray], extractor: WhisperFeatureExtractor) -> torch.Tensor:
-    """As the feature extractor makes them, all at once."""
+    """Return the mel spectrograms of all ``recordings``, equal to those of ``extractor``."""
     whole = np.zeros((len(recordings), WINDOW_S * SAMPLE_RATE), np.float32)
     for row, samples in zip(whole, recordings, strict=True):
         row[: len(samples)] = samples[: len(row)]
@@ -227,7 +230,8 @@ def mel(recordings: list[np.ndarray], extractor: WhisperFeatureExtractor) -> tor
 
 @torch.no_grad()
 def right(model, tokenizer, extractor, count: int) -> float:
-    """The share of held-out recordings of which every digit is heard once, within 0.1 s."""
+    """Return the fraction of held-out recordings in which the model finds each digit once, within
+    0.1 s."""
     random, heard = Random("held out"), 0
     model.eval()
     for _ in range(0, count, BATCH):
