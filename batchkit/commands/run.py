@@ -107,8 +107,8 @@ def planned(
     if targets and skip_from is not None:
         key = f"--output {output}" if output is not None else "output.export"
         raise JobError(
-            f"{key}: the export would lack the rows that {skip_from} has; leave it out, and export both runs with"
-            " `batchkit export`"
+            f"{key}: can't be used with --skip-from, because the export would lack the rows that {skip_from} has; remove"
+            f" {key}, then export both runs with `batchkit export`"
         )
     for target in targets:
         if target.place is not None and target.is_remote:

@@ -24,7 +24,8 @@ from batchkit.errors import JobError
 
 
 class Seam(NamedTuple):
-    """One extension point. Its names are the built-in ones, then those of installed packages (entry points).
+    """An extension point: a key of the job file that takes the name of an implementation. The implementation is built
+    in, or comes from an installed package (entry point).
 
     ``name``: the entry point group is ``batchkit.NAME``. ``table``: ``"module:NAME"`` of the dict of built-in
     implementations. ``also``: further values that the key in the job file accepts, without an implementation.

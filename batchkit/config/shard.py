@@ -89,7 +89,8 @@ def _of_slurm(environ: Mapping[str, str]) -> Shard:
         number, rest, count = 0, 1, 0
     if rest or not 0 <= number < count:
         raise JobError(
-            f"--shard auto: {', '.join(f'{name}={value}' for name, value in found.items())} is not a task of a"
-            " regular array; start it with --array=FIRST-LAST, or write --shard I/N"
+            f"--shard auto: {', '.join(f'{name}={value}' for name, value in found.items())} is not a task of"
+            " an array with evenly spaced task numbers; start the job with sbatch --array=FIRST-LAST, or write"
+            " --shard I/N"
         )
     return Shard(number, count)

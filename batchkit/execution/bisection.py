@@ -82,8 +82,8 @@ class Suspects(Generic[T]):
         self._groups.appendleft(SuspectGroup(requests))
 
     def single_out(self) -> None:
-        """Queue one request of the largest group as the next group, because most requests of a large group are
-        harmless."""
+        """Queue one request of the largest group as the next group. It is probably harmless, because most requests of a
+        large group are; its answer then shows that the engine works."""
         if self._groups:
             largest = max(self._groups, key=lambda group: len(group.requests))
             if len(largest.requests) > 1:

@@ -187,8 +187,8 @@ class Lane:
         return settled
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """Return completions that settle their requests; wait at most ``timeout_s`` for the first. Adapt the window to
-        the load."""
+        """Return the completions of requests that have ended; a request that will be retried is not among them. Wait at
+        most ``timeout_s`` for the first. Adapt the window to the load."""
         settled: list[Completion] = []
         if self.in_flight:
             for completion in self._engine.poll(timeout_s):

@@ -185,7 +185,8 @@ def _loaded_calls(calls: Any) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(
-                f"messages: tool call {shown(call)}, expected a function with name and arguments"
+                f"messages: found the tool call {shown(call)}, expected"
+                ' {"function": {"name": …, "arguments": …}}'
             )
         arguments = function.get("arguments")
         if isinstance(arguments, Mapping):

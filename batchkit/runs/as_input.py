@@ -30,8 +30,8 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
     """Yield the records of a run as rows (see ``Reader``). Failed rows are skipped unless ``input.where`` selects a
     ``status``.
 
-    ``path``: the run's ``results.jsonl``. For its ``scores.jsonl``, nothing is yielded: that file is an input file only
-    to get a fingerprint.
+    ``path``: the run's ``results.jsonl``. For its ``scores.jsonl``, nothing is yielded: that file is among the
+    input files only so that its fingerprint is stored.
     """
     if Path(path).name != RESULTS:
         return

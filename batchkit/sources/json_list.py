@@ -102,8 +102,10 @@ def _stream(path: str, records: str | None) -> Iterator[Any]:
         problem = f"broken JSON after {n_rows} rows: {_reason(error)}"
         raise InputError(f"{path}: {problem}") from error
     if n_rows == 0:
-        where = "at its top" if records is None else f"at input.records = {records!r}"
-        raise InputError(f"{path}: has no list of rows {where}; check input.records")
+        where, remedy = f"at input.records = {records!r}", "check input.records"
+        if records is None:
+            where, remedy = "at the top level", "set input.records to the key of its list"
+        raise InputError(f"{path}: has no list of rows {where}; {remedy}")
 
 
 def _reason(error: Exception) -> str:

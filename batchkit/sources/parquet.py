@@ -42,8 +42,9 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                         index += 1
                 if index != end:  # Arrow skips the rows of a page without values, without an error
                     raise InputError(
-                        f"{path}: row group {group} has {metadata.num_rows:,} rows, and Arrow read"
-                        f" {index - end + metadata.num_rows:,}; write the file again, with larger pages"
+                        f"{path}: row group {group} has {metadata.num_rows:,} rows, but Arrow read only"
+                        f" {index - end + metadata.num_rows:,}, because it skips pages without values; write the file"
+                        " again, with larger pages (data_page_size in pyarrow)"
                     )
         except pa.ArrowException as error:
             problem = f"broken Parquet after row {index - first}: {error}"

@@ -308,9 +308,10 @@ class _Rest(NamedTuple):
         return *found, sum(map(mul, found, self.prices))
 
     def _prompt_tokens(self, weights: NDArray[np.float64], rng: np.random.Generator) -> float:
-        """Return the prompt tokens of these rows, from their counted sizes.
+        """Estimate the prompt tokens of all rows without a record, in total.
 
-        The sizes are scaled by the ratio between the engine's counts and the sizes of the sampled rows.
+        The size of each rendered row is multiplied by the tokens per unit of size, as measured on the sampled rows. A
+        row that was not rendered gets the mean size of the rendered rows. ``weights``: weights of the sampled rows.
         """
         per_size = 1.0
         if (self.prompt_tokens != self.sampled_sizes).any():

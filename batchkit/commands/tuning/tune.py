@@ -255,11 +255,13 @@ class _Search:
         return self._tried[words(self._found.best)]
 
     def _walks(self, name: str, value: int, most: int | None) -> None:
-        """Multiply or divide a number by a large factor, then by a small one. A small factor alone may gain too little
-        to notice.
+        """Search for the best value of the option ``name``, starting at ``value``. Multiply or divide it by a large
+        factor as long as the job gets faster, then by a smaller factor. A small factor alone may gain too little to
+        notice.
 
-        If the KV cache is full, first try as many requests as the cache held, and never more. If prompts take most of
-        the time, never reduce the number of tokens per forward pass.
+        Two options have a special rule. If the KV cache is full, the search tries as many concurrent requests as the
+        cache held, and then only fewer. If prompts take most of the time, the number of tokens per forward pass is
+        never reduced. ``most``: the largest value to try.
         """
         if name == SIZE and self._best.waits_for == "kv-cache" and (held := self._best.running):
             self._takes({name: held})

@@ -108,21 +108,21 @@ class RowMedia(NamedTuple):
 
     def image(self, n: int) -> bytes:
         """Return image number ``n`` of the prompt as WebP."""
-        return as_webp(_nth(self.prompt.sources, n), self.reach, LARGE).content
+        return as_webp(_nth("image", self.prompt.sources, n), self.reach, LARGE).content
 
     def clip(self, n: int) -> PlayableClip:
-        kind, source = _nth(self.prompt.clips, n)
+        kind, source = _nth("clip", self.prompt.clips, n)
         return clip_of(kind, source, self.reach)
 
     def poster(self, n: int) -> bytes:
         """Return a frame of the video that is clip number ``n``, as WebP."""
-        return still_as_webp(_nth(self.prompt.clips, n)[1], self.reach, SMALL).content
+        return still_as_webp(_nth("clip", self.prompt.clips, n)[1], self.reach, SMALL).content
 
 
-def _nth(sources: Sequence[Any], n: int) -> Any:
+def _nth(kind: str, sources: Sequence[Any], n: int) -> Any:
     if n >= len(sources):
         raise MediaError(
-            f"there is no number {n}: the row's prompt has {len(sources)}, counted from 0"
+            f"the row's prompt has no {kind} {n}; its {kind}s are counted from 0, and it has {len(sources)}"
         )
     return sources[n]
 

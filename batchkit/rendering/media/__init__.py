@@ -168,8 +168,8 @@ def _clip(kind: str, source: Source, media: MediaTable) -> Clip:
     data = _data_of(source, name, media)
     if data is None:
         raise MediaError(
-            f"{name}: {_ARTICLES[kind]} is a path, a data: URI, a URL, the bytes of a file or"
-            f' {{"bytes": …, "path": …}}; check the template in prompt.{kind}s'
+            f"{name}: can't be used as {_ARTICLES[kind]}; give a path, a data: URI, a URL, the bytes of a file or"
+            f' {{"bytes": …, "path": …}}, and check the template in prompt.{kind}s'
         )
     return (decode_audio if kind == "audio" else decode_video)(data, name, media)
 

@@ -151,7 +151,7 @@ def _need_bytes(full: Size, size: Size, n_frames: int, name: str, media: MediaTa
     if need_bytes > media.max_decode_bytes:
         raise MediaError(
             f"{name}: {n_frames} frames of {size.width}×{size.height} pixels need {need_bytes} bytes to"
-            f" decode, media.max_decode_bytes is {media.max_decode_bytes}; raise it, or lower"
+            f" decode, but media.max_decode_bytes is {media.max_decode_bytes}; raise it, or lower"
             " media.num_frames or media.max_pixels"
         )
     return need_bytes

@@ -95,7 +95,7 @@ def decode(data: bytes, name: str, media: MediaTable) -> Image.Image:
         if need_bytes > media.max_decode_bytes:
             raise MediaError(
                 f"{name}: {full.width}×{full.height} pixels ({image.format}, {image.mode}) need"
-                f" {need_bytes} bytes to decode, media.max_decode_bytes is"
+                f" {need_bytes} bytes to decode, but media.max_decode_bytes is"
                 f" {media.max_decode_bytes}; raise it or store the image smaller"
             )
         with one_large_image if need_bytes > LARGE_BYTES else nullcontext():

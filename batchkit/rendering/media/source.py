@@ -121,7 +121,7 @@ def check_bytes(n_bytes: int, name: str, media: MediaTable) -> None:
     """Raise MediaError for a file over ``media.max_bytes``."""
     if n_bytes > media.max_bytes:
         raise MediaError(
-            f"{name}: has {n_bytes} bytes or more, media.max_bytes is {media.max_bytes};"
+            f"{name}: has {n_bytes} bytes or more, but media.max_bytes is {media.max_bytes};"
             " raise it or store the file smaller"
         )
 
