@@ -28,21 +28,18 @@ COMMANDS = [
     # A run folder that was moved is continued where it is, never begun again where it was.
     Mistake(
         "run moved/mv/job.toml",
-        (
-            "moved/mv/job.toml: this run folder was moved here from …/output/mood",
-            "--set name=mv",
-        ),
+        ("moved/mv/job.toml: this run folder was moved here from …/output/mood", "--set name=mv"),
         files={"moved/mv/job.toml": JOB, "moved/mv/manifest.json": "{}"},
     ),
-    Mistake("run job.toml\nrun output/mood", ("for a run folder: output/mood/job.toml",)),
-    Mistake("run job.toml\nrun output/mood/job.toml", ('"skipped": 3',), 0),
+    Mistake("run job.toml\nrun output/mood", "for a run folder: output/mood/job.toml"),
+    Mistake("run job.toml\nrun output/mood/job.toml", '"skipped": 3', 0),
     # An option that counts once is given once.
     Mistake(
         f"{ONE_LINE} --input more.csv --prompt A",
         ("--input is given twice, and only one counts", "a quoted glob reads several files"),
     ),
     *(
-        Mistake(command, (f"{flag} is given twice, and only one counts: keep one",))
+        Mistake(command, f"{flag} is given twice, and only one counts: keep one")
         for command, flag in (
             (f"{ONE_LINE} --prompt A --prompt 'Mood? {{{{ review }}}}'", "--prompt"),
             ("show output/mood -n 3 -n 4", "-n"),
@@ -52,7 +49,7 @@ COMMANDS = [
     ),
     # A suffix and a format that contradict each other.
     *(
-        Mistake(f"run job.toml\nexport output/mood {given}", (said,))
+        Mistake(f"run job.toml\nexport output/mood {given}", said)
         for given, said in {
             "--csv ans.parquet": "ans.parquet: --csv writes .csv files; give a file name with this suffix, or give --parquet",
             "--jsonl ans.json": "ans.json: --jsonl writes .jsonl files; give a file name with this suffix",
@@ -63,12 +60,12 @@ COMMANDS = [
     # A template for max_tokens is no secret, so the job in the run folder can be run.
     Mistake(
         "run job.toml --set 'sampling.max_tokens={{ stars }}'\nrun output/mood/job.toml",
-        ('"skipped": 3',),
+        '"skipped": 3',
         0,
     ),
     # An address that can't be written is known before the run.
     *(
-        Mistake(command, (words,), never=("ok, 0 failed",))
+        Mistake(command, words, never="ok, 0 failed")
         for command, words in (
             (
                 "run job.toml --output nosuch://b/a.csv",
@@ -92,9 +89,7 @@ COMMANDS = [
     Mistake("run job.toml\nexport output --csv", ("output: neither a", "'output/mood'")),
     Mistake(
         "validate job.toml --set engine.kind=vllm --set engine.model=batchkit-demo --set engine.lora=gone",
-        (
-            "engine.lora: gone: no such folder, and not a name on the hub, which has the form owner/name",
-        ),
+        "engine.lora: gone: no such folder, and not a name on the hub, which has the form owner/name",
         is_slow=True,
     ),
     Mistake(
@@ -103,16 +98,14 @@ COMMANDS = [
     ),
     Mistake(
         "validate steps.toml --set 'steps.b.when=stars == 5'",
-        (
-            "steps.b: when: 'stars == 5' is the same text for all rows; write {{ stars == 5 }} to compute it for each row",
-        ),
+        "steps.b: when: 'stars == 5' is the same text for all rows; write {{ stars == 5 }} to compute it for each row",
         files={"steps.toml": STEPS},
     ),
 ]
 
 NAMES = [
     *(
-        Mistake(f"validate job.toml --set {key}=1", (said,))
+        Mistake(f"validate job.toml --set {key}=1", said)
         for key, said in {
             "model_name": "model_name: unknown key; did you mean 'engine.model'?",
             "input_file": "input_file: unknown key; did you mean 'input.path'?",
@@ -120,10 +113,8 @@ NAMES = [
             "batch_size": "did you mean 'engine.options.max_num_seqs'?",
             "max_model_len": "did you mean 'engine.options.max_model_len'?",
             "prompt.messages": "prompt.messages: unknown key; did you mean 'user'?",
-            "engine.model_name": "engine.model_name: unknown key; did you mean 'model'?",
             "output.path": "output.path: unknown key; did you mean 'export'?",
             "output.format": "output.format: unknown key; did you mean 'export'?",
-            "engine.tensor_parallel_size": "did you mean 'options.tensor_parallel_size'?",
             "prompt.name": "did you mean 'name', at the top of the file, above the first [table]?",
             "sampling.name": "sampling.name: belongs at the top of the file, above the first [table]",
             "sampling.task": "sampling.task: belongs at the top of the file, above the first [table]",
@@ -131,7 +122,7 @@ NAMES = [
         }.items()
     ),
     *(
-        Mistake(command, (f"Did you mean '{here}'?",))
+        Mistake(command, f"Did you mean '{here}'?")
         for command, here in {
             "run job.toml -n 5": "--limit",
             "run job.toml --gpus 2": "--set engine.options.tensor_parallel_size=…",
@@ -147,11 +138,11 @@ NAMES = [
             "evaluate output/mood": "batchkit score",
         }.items()
     ),
-    Mistake("start job.toml", ("Did you mean 'batchkit run', which resumes what it began?",)),
+    Mistake("start job.toml", "Did you mean 'batchkit run', which resumes what it began?"),
 ]
 
 VALUES = [
-    Mistake(f"run job.toml\n{command}", (said,), files={"old.xls": "x"})
+    Mistake(f"run job.toml\n{command}", said, files={"old.xls": "x"})
     for command, said in {
         "run job.toml --set output.keep=label": '; write ["label"]',
         "run job.toml --set scoring.choices=a": 'expected list of text; write ["a"]',

@@ -30,21 +30,14 @@ OWN = 'name = "mood"\n[input]\npath = "own.jsonl"\n[engine]\nkind = "dry-run"\n'
 PROMPTS = '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n'
 SYNTAX = [
     *(
-        Mistake("validate bad.toml", (said,), files={"bad.toml": bad})
+        Mistake("validate bad.toml", said, files={"bad.toml": bad})
         for bad, said in {
             JOB.replace('"reviews.csv"', r'"C:\Users\me\reviews.csv"'): (
                 r"line 3: Invalid hex value; \ starts an escape in \"…\": write '…', or use / instead"
             ).replace(r"\"", '"'),
             JOB.replace('"reviews.csv"', r'"C:\data\reviews.csv"'): "write '…', or use / instead",
             JOB.replace("Mood? ", "Mood?\n"): 'text of several lines needs three quotes: """…"""',
-            JOB
-            + '[steps]\nname = "a"\n': "expected list of tables; write [[steps]] instead of [steps]",
         }.items()
-    ),
-    Mistake(
-        "validate bad.toml",
-        ("bad.toml: is not UTF-8 text; save it as UTF-8",),
-        files={"bad.toml": JOB.encode("utf-16")},
     ),
     Mistake(
         "run job.toml\nexport output/mood --csv",
@@ -52,13 +45,13 @@ SYNTAX = [
             "output/mood/job.toml: the file is missing; `batchkit run` with the original job file writes",
             "`status` and `verify` work without it",
         ),
-        gone=("output/mood/job.toml",),
+        gone="output/mood/job.toml",
     ),
-    Mistake("run job.toml\nrun job.toml", ('"skipped": 3',), 0, gone=("output/mood/job.toml",)),
+    Mistake("run job.toml\nrun job.toml", '"skipped": 3', 0, gone="output/mood/job.toml"),
     *(
         Mistake(
             f"run steps.toml --set 'steps.revise.{key}={{{{ draft.text }}}}'",
-            ("steps.revise: draft is a step, not a column: write {{ steps.draft.text }}",),
+            "steps.revise: draft is a step, not a column: write {{ steps.draft.text }}",
             files={"steps.toml": STEPS},
         )
         for key in ("prompt.user", "when")
@@ -73,7 +66,7 @@ SYNTAX = [
     *(
         Mistake(
             f"run {job} --set 'input.cross={{t=[0,0.7]}}' {reads}",
-            ('"ok": 6',),
+            '"ok": 6',
             0,
             {"own.toml": OWN, "own.jsonl": PROMPTS},
         )
@@ -86,7 +79,7 @@ SYNTAX = [
     Mistake(
         "validate job.toml --set scoring.reference=stars --set 'scoring.scorers=[\"em\"]'"
         ' --set \'sampling.structured_outputs={choice=["good","bad"]}\'',
-        ("scoring.reference: is '5' in the first row, but the possible answers are good, bad",),
+        "scoring.reference: is '5' in the first row, but the possible answers are good, bad",
         0,
     ),
 ]
@@ -101,10 +94,6 @@ def parquet(**columns: list[object]) -> bytes:
 CELLS = parquet(s=[{"a": 1}], l=[["x", "y"]], b=[b"ab"])
 FILES: dict[str, tuple[str | bytes, str]] = {
     "r.zip": ("PK", "r.zip: is an archive; unpack it, or name its files: zip://*.csv::"),
-    "a.csv.gz": (
-        REVIEWS,
-        "a.csv.gz: the suffix .gz stands for a compressed file, but this file is not compressed that way; rename it",
-    ),
     "pd.json": ('{"review": {"0": "a", "1": "b"}, "label": {"0": "x"}}', 'orient="records"'),
     "s.csv": ("id, review\n1,a\n2,b\n3,c\n", 'write {{ row[" review"] }}'),
     "h.csv": (
@@ -116,19 +105,14 @@ ROWS = [
     *(
         Mistake(
             f"run --model m --input {name} {DRY} --prompt '{{{{ review }}}}'",
-            (said,),
+            said,
             files={name: content},
         )
         for name, (content, said) in FILES.items()
     ),
     Mistake(
-        "validate job.toml --set input.path=csvs",
-        ("csvs: is a folder; name its files, as in …csvs/*.csv",),
-        files={"csvs/a.csv": REVIEWS},
-    ),
-    Mistake(
         "run job.toml --set input.path=b.csv.gz",
-        ('"ok": 3',),
+        '"ok": 3',
         0,
         {"b.csv.gz": gzip.compress(REVIEWS.encode())},
     ),
@@ -139,7 +123,7 @@ ROWS = [
     *(
         Mistake(
             f"run --model m --input s.parquet {DRY} --prompt 'P {{{{ {column} }}}}'",
-            (said,),
+            said,
             0,
             {"s.parquet": CELLS},
         )
@@ -151,10 +135,10 @@ ROWS = [
     ),
     Mistake(
         f"run --model m --input s.parquet {DRY} --prompt 'P {{{{ s.a }}}} {{{{ l | join }}}}'",
-        ('"ok": 1',),
+        '"ok": 1',
         0,
         {"s.parquet": CELLS},
-        never=("in Python's notation",),
+        never="in Python's notation",
     ),
     Mistake(
         f"run --model m --input i.parquet {DRY} --images '{{{{ image }}}}' --prompt 'P {{{{ image }}}}'",
@@ -164,7 +148,7 @@ ROWS = [
         never=("in Python's notation",),
     ),
     *(
-        Mistake(command, (said,), code)
+        Mistake(command, said, code)
         for command, said, code in [
             (
                 f"{ONE_LINE} a.csv b.csv --prompt A",
@@ -201,10 +185,10 @@ GONE = "columns of the input are missing or empty: …rows.csv: no file matches"
 ROWS += [
     Mistake(
         f"run job.toml --set input.path=rows.csv --set 'output.keep=\"*\"'\nexport output/mood --csv{more}",
-        (said,),
+        said,
         code,
         {"rows.csv": REVIEWS},
-        gone=("rows.csv",),
+        gone="rows.csv",
     )
     for more, said, code in [
         ("", f"{GONE}…; bring the input back, or give --without-input", 2),
@@ -212,12 +196,11 @@ ROWS += [
     ]
 ]
 TEMPLATES = [
-    Mistake(f"validate job.toml --set 'prompt.user={prompt}'", (said,), code)
+    Mistake(f"validate job.toml --set 'prompt.user={prompt}'", said, code)
     for prompt, said, code in [
         ("{{ review | toJson }}", "No filter named 'toJson'; did you mean 'tojson'?", 2),
         ("{{ review | upper_case }}", "No filter named 'upper_case'; did you mean 'upper'?", 2),
         ("{{ review | json }}", "No filter named 'json'; did you mean 'tojson'?", 2),
-        ("{{ len(review) }}", "'len' is undefined", 3),
         ("{{ len(review) }}", "in templates this function is a filter: {{ … | length }}", 3),
         (
             '{% include "a.txt" %}{{ review }}',
@@ -234,17 +217,17 @@ TEMPLATES = [
 ROWS += [
     Mistake(
         "validate job.toml --set input.where.label=Positive",
-        ("no row has what input.where asks for: label = 'Positive' (upper and lower case differ)",),
+        "no row has what input.where asks for: label = 'Positive' (upper and lower case differ)",
     ),
     Mistake(
         "run job.toml --set input.path=pipes.csv",
-        ('"ok": 2',),
+        '"ok": 2',
         0,
         {"pipes.csv": "id|review|label\n1|Good, hot soup|x\n2|Late|y\n"},
     ),
     Mistake(
         f"run --model m --input t.csv {DRY}",
-        ("expected a list of messages; it is text: store the rows as JSON Lines or Parquet",),
+        "expected a list of messages; it is text: store the rows as JSON Lines or Parquet",
         3,
         {"t.csv": 'id,messages\n1,"[{""role"":""user"",""content"":""hi""}]"\n'},
     ),
@@ -252,7 +235,7 @@ ROWS += [
 MESSAGES = [
     Mistake(
         f"run --model batchkit-demo --input chats.jsonl {DRY}",
-        (said,),
+        said,
         code,
         {"chats.jsonl": f"{row}\n" * 5},
     )
@@ -287,5 +270,5 @@ def test_the_home_folder_may_be_named(home: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HOME", str(Path("home").resolve()))
     files = {"home/rows.csv": REVIEWS}
     settings = f"--set 'input.path={home}/rows.csv' --set 'output.dir={home}/output'"
-    check(Mistake(f"run job.toml {settings}", ('"ok": 3',), 0, files))
+    check(Mistake(f"run job.toml {settings}", '"ok": 3', 0, files))
     assert Path("home/output/mood").is_dir()

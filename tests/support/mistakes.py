@@ -41,11 +41,11 @@ class Mistake:
     ``gone``: removed before the last. ``is_slow``: it starts an engine."""
 
     commands: str
-    says: tuple[str, ...]
+    says: str | tuple[str, ...]
     exit_code: int = 2
     files: Mapping[str, str | bytes] = field(default_factory=dict)
-    never: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
+    never: str | tuple[str, ...] = ()
+    gone: str | tuple[str, ...] = ()
     is_slow: bool = False
 
 
@@ -68,13 +68,17 @@ def check(mistake: Mistake) -> None:
     *before, last = mistake.commands.splitlines()
     for command in before:
         batchkit(*shlex.split(command))
-    for name in mistake.gone:
+    for name in each(mistake.gone):
         Path(name).unlink()
     ended = batchkit(*shlex.split(last))
     printed = " ".join((ended.stdout + ended.stderr).split())
-    assert [said for said in mistake.says if not matches(said, printed)] == [], printed
-    assert [said for said in mistake.never if said in printed] == [], printed
+    assert [said for said in each(mistake.says) if not matches(said, printed)] == [], printed
+    assert [said for said in each(mistake.never) if said in printed] == [], printed
     assert ended.exit_code == mistake.exit_code, printed
+
+
+def each(texts: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else texts
 
 
 def write_example(folder: Path) -> None:
