@@ -47,9 +47,7 @@ def columns(*fields: str) -> list[str]:
 
 
 def export(*args: str) -> Ended:
-    done = batchkit("export", *args)
-    assert done.exit_code == 0, done.stderr
-    return done
+    return batchkit("export", *args).ok()
 
 
 def run_rows(rows: list[dict[str, Any]], **output: Any) -> None:
@@ -379,9 +377,8 @@ def test_export_never_writes_over_a_file_of_the_run(option: str, path: str) -> N
     ):
         os.link(old, new)
     before = {file: file.read_bytes() for file in Path().rglob("*") if file.is_file()}
-    done = batchkit("export", "job.toml", option, path)
-    assert done.exit_code == 1
-    assert "is a file or the input of a run" in done.stderr
+    done = batchkit("export", "job.toml", option, path).refused(1)
+    assert "is a file or the input of a run" in done
     assert {file: file.read_bytes() for file in Path().rglob("*") if file.is_file()} == before
 
 
@@ -416,10 +413,9 @@ def test_export_replaces_an_older_export_in_one_step() -> None:
 
 def test_export_to_where_nothing_can_be_written_says_so() -> None:
     run_rows([{"q": "x"}])
-    done = batchkit("export", "job.toml", "--csv", "in.jsonl/out.csv")
-    assert done.exit_code == 1
-    assert "in.jsonl" in done.stderr
-    assert "can't write" in done.stderr
+    done = batchkit("export", "job.toml", "--csv", "in.jsonl/out.csv").refused(1)
+    assert "in.jsonl" in done
+    assert "can't write" in done
 
 
 # What a spreadsheet would run

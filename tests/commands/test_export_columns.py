@@ -46,8 +46,7 @@ SCHEMA: dict[str, Any] = {
 
 def exported() -> pa.Table:
     """The Parquet file, which holds what the records say; the CSV file has the same columns."""
-    done = batchkit("export", "--parquet", "out.parquet", "--csv", "out.csv")
-    assert done.exit_code == 0, done.stderr
+    batchkit("export", "--parquet", "out.parquet", "--csv", "out.csv").ok()
     found = pq.read_table("out.parquet")
     assert found.equals(expected_table(RUN))
     with Path("out.csv").open(newline="", encoding="utf-8") as file:
@@ -67,8 +66,7 @@ def made_run(*changes: dict[str, Any], **tables: Any) -> pa.Table:
     if tables.get("task") == "score":
         job = Path("job.toml")
         job.write_text(job.read_text().replace('user = "{{ q }}"\n', ""))
-    done = run("--fresh")
-    assert done.exit_code == 0, done.stderr
+    run("--fresh").ok()
     (RUN / "checkpoint.json").unlink()
     (plain,) = read_jsonl(LOG)
     lines = [{**plain, "index": n, **change} for n, change in enumerate(changes)]
@@ -224,8 +222,7 @@ def stepped(n: int, steps: list[dict[str, Any]], **tables: Any) -> list[dict[str
     write_rows([{"q": f"q{k}", "a": str(k if k % 2 else 99), "end": "mine"} for k in range(n)])
     job = {"name": "a", "input": {"path": "in.jsonl"}, "engine": {"kind": "dry-run"}}
     Path("job.toml").write_text(tomlkit.dumps({**job, "steps": steps, **tables}))
-    ended = run()
-    assert ended.exit_code == 0, ended.stderr
+    run().ok()
     return exported().to_pylist()
 
 

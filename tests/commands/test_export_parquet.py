@@ -71,8 +71,7 @@ def line(record: dict[str, Any]) -> bytes:
 
 
 def exported() -> pa.Table:
-    done = batchkit("export", "job.toml", "--parquet", "out.parquet", "--without-input")
-    assert done.exit_code == 0, done.stderr
+    batchkit("export", "job.toml", "--parquet", "out.parquet", "--without-input").ok()
     return pq.read_table("out.parquet")
 
 
@@ -198,9 +197,8 @@ DAMAGE = [
 def test_damaged_record_is_reported_with_its_place(old: bytes, new: bytes, behind: bytes) -> None:
     plain = [line(OK | {"index": n}) for n in range(600)]
     LOG.write_bytes(b"".join([*plain, ODD.replace(old, new), behind]))
-    done = batchkit("export", "job.toml", "--parquet", "out.parquet", "--without-input")
-    assert done.exit_code == 1
-    assert f"the record at byte {sum(map(len, plain))} is damaged" in done.stderr
+    done = batchkit("export", "job.toml", "--parquet", "out.parquet", "--without-input").refused(1)
+    assert f"the record at byte {sum(map(len, plain))} is damaged" in done
     assert not list(Path().glob("*out.parquet*"))
 
 

@@ -45,24 +45,21 @@ def stored(path: str) -> bytes:
     ],
 )
 def test_the_suffix_or_as_names_the_format(args: list[str], files: list[str]) -> None:
-    ended = batchkit("export", *args, "--json")
-    assert ended.exit_code == 0, ended.stderr
+    ended = batchkit("export", *args, "--json").ok()
     shown = [json.loads(line)["path"] for line in ended.stdout.splitlines()]
     assert sorted(shown) == sorted(files)
     assert all(Path(file).is_file() for file in files)
 
 
 def test_an_address_gets_the_file() -> None:
-    ended = batchkit("export", str(RUN), f"{BUCKET}/a.parquet", "--csv", f"{BUCKET}/b.csv")
-    assert ended.exit_code == 0, ended.stderr
+    ended = batchkit("export", str(RUN), f"{BUCKET}/a.parquet", "--csv", f"{BUCKET}/b.csv").ok()
     assert f"{BUCKET}/a.parquet: 3 rows" in ended.stdout
     assert pq.read_table(io.BytesIO(stored("/bucket/answers/a.parquet"))).num_rows == 3
     assert stored("/bucket/answers/b.csv").startswith(b"index,id,")
 
 
 def test_a_format_of_several_files_puts_all_of_them_beside_each_other() -> None:
-    ended = batchkit("export", str(RUN), f"{BUCKET}/out.jsonl", "--as", "openai")
-    assert ended.exit_code == 0, ended.stderr
+    batchkit("export", str(RUN), f"{BUCKET}/out.jsonl", "--as", "openai").ok()
     names = {Path(name).name for name in fsspec.filesystem("memory").ls("/bucket/answers", False)}
     assert names == {"out.jsonl", "out.errors.jsonl"}
 
@@ -70,8 +67,7 @@ def test_a_format_of_several_files_puts_all_of_them_beside_each_other() -> None:
 def test_a_run_writes_its_exports_at_its_end() -> None:
     targets = ["parquet", "own.csv", f"{BUCKET}/end.parquet"]
     write_job(name="b", output={"export": targets}, engine={"options": {"latency_s": 0.0}})
-    ended = run("--output", f"{BUCKET}/more.jsonl")
-    assert ended.exit_code == 0, ended.stderr
+    ended = run("--output", f"{BUCKET}/more.jsonl").ok()
     assert f"writes exports to {BUCKET}/end.parquet" in ended.stderr
     assert Path("output/b/results.parquet").is_file()
     assert Path("own.csv").is_file()
@@ -99,7 +95,6 @@ def test_an_address_that_only_a_run_folder_names_is_left_out() -> None:
 
 
 def test_a_password_in_an_address_is_refused() -> None:
-    ended = batchkit("export", str(RUN), "s3://me:secret-word@bucket/a.csv")
-    assert ended.exit_code == 2
-    assert "contains a password" in ended.stderr
-    assert "secret-word" not in ended.stderr
+    ended = batchkit("export", str(RUN), "s3://me:secret-word@bucket/a.csv").refused()
+    assert "contains a password" in ended
+    assert "secret-word" not in ended

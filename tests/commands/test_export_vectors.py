@@ -43,8 +43,7 @@ def wanted() -> np.ndarray[Any, Any]:
 
 
 def export(*args: str) -> None:
-    done = batchkit("export", *args)
-    assert done.exit_code == 0, done.stderr
+    batchkit("export", *args).ok()
 
 
 def appended(folder: Path, *lines: Any) -> None:
@@ -160,14 +159,11 @@ def test_output_of_a_run_may_be_a_matrix_if_it_has_vectors() -> None:
     assert run("--output", "vectors.npy").exit_code == 0
     assert np.load("vectors.npy").shape == (4, 8)
     Path("job.toml").write_text(Path("job.toml").read_text().replace('task = "embed"\n', ""))
-    done = run("--fresh", "--output", "vectors.npy")
-    assert done.exit_code == 2
-    assert '.npy is for task = "embed"' in done.stderr
+    assert '.npy is for task = "embed"' in run("--fresh", "--output", "vectors.npy").refused()
     assert run("--fresh").exit_code == 0
-    done = batchkit("export", "--npy")
-    assert done.exit_code == 2
-    assert '--npy is for task = "embed", "token_embed" or' in done.stderr
-    assert 'but the task of this run is "generate"' in done.stderr
+    done = batchkit("export", "--npy").refused()
+    assert '--npy is for task = "embed", "token_embed" or' in done
+    assert 'but the task of this run is "generate"' in done
 
 
 def test_run_without_an_answer_has_an_empty_column_and_no_matrix() -> None:
@@ -176,9 +172,8 @@ def test_run_without_an_answer_has_an_empty_column_and_no_matrix() -> None:
     export("--parquet", "a.parquet")
     column = pq.read_table("a.parquet")["embedding"]
     assert (column.type, column.null_count) == (pa.list_(pa.float32()), 2)
-    done = batchkit("export", "--npy")
-    assert done.exit_code == 2
-    assert "has no vectors yet, or vectors of several lengths" in done.stderr
+    done = batchkit("export", "--npy").refused()
+    assert "has no vectors yet, or vectors of several lengths" in done
 
 
 def test_vectors_of_several_lengths_are_lists() -> None:
@@ -189,9 +184,8 @@ def test_vectors_of_several_lengths_are_lists() -> None:
     column = pq.read_table("a.parquet")["embedding"]
     assert column.type == pa.list_(pa.float32())
     assert [len(vector) for vector in column.to_pylist()] == [8, 3, 8]
-    done = batchkit("export", "--npy")
-    assert done.exit_code == 2
-    assert "vectors of several lengths, but a matrix needs one" in done.stderr
+    done = batchkit("export", "--npy").refused()
+    assert "vectors of several lengths, but a matrix needs one" in done
 
 
 def test_older_records_do_not_matter() -> None:
@@ -225,13 +219,9 @@ def test_vector_that_is_not_there_stops_an_export_and_is_named(flag: str) -> Non
     Path("old").write_text("kept")
     segment = segment_path(RUN, 0)
     segment.write_bytes(segment.read_bytes()[:100])  # not even its schema
-    done = batchkit("export", flag, "old")
-    assert done.exit_code == 1
-    assert (
-        "vectors/000000.arrow: has 0 whole vectors; the record of row 0 names vector 0"
-        in done.stderr
-    )
-    assert "the next start runs the rows without a vector again" in done.stderr
+    done = batchkit("export", flag, "old").refused(1)
+    assert "vectors/000000.arrow: has 0 whole vectors; the record of row 0 names vector 0" in done
+    assert "the next start runs the rows without a vector again" in done
     assert Path("old").read_text() == "kept"
     shutil.rmtree(RUN / "vectors")
     assert "vectors/000000.arrow: is missing" in batchkit("export", "--parquet", "old").stderr
@@ -243,9 +233,7 @@ def test_export_never_writes_over_the_vectors(place: str) -> None:
     segment = segment_path(RUN, 0)
     os.link(segment, "linked.parquet")
     before = segment.read_bytes()
-    done = batchkit("export", "--parquet", place)
-    assert done.exit_code == 1
-    assert "is a file or the input of a run" in done.stderr
+    assert "is a file or the input of a run" in batchkit("export", "--parquet", place).refused(1)
     assert segment.read_bytes() == before
 
 

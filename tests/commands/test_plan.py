@@ -46,8 +46,7 @@ def plan(*args: str) -> Ended:
 
 
 def planned(*args: str) -> dict[str, Any]:
-    found = plan(*args, "--json")
-    assert found.exit_code == 0, found.stderr
+    found = plan(*args, "--json").ok()
     return found.json
 
 
@@ -90,8 +89,7 @@ def test_a_run_takes_what_was_forecast_and_begins_with_the_sample() -> None:
 
 def test_its_text_has_an_interval_for_each_figure() -> None:
     prepare(40, engine=SLOW, run=EIGHT)
-    found = plan("--rows", "8", "--price-per-million-tokens", "1e6,0")
-    assert found.exit_code == 0, found.stderr
+    found = plan("--rows", "8", "--price-per-million-tokens", "1e6,0").ok()
     first, prompts, answers, time, price, last = found.stdout.splitlines()
     assert first == "a: 40 rows, 8 of them answered for this forecast, 32 left"
     assert prompts == "prompt tokens: 120; exact, of all rows that were left"
@@ -200,16 +198,13 @@ def test_a_server_counts_the_prompts_and_has_no_gpus() -> None:
 @pytest.mark.parametrize("prices", ["1", "1,2,3", "a,b"])
 def test_prices_of_tokens_are_two(prices: str) -> None:
     prepare(3)
-    found = plan("--price-per-million-tokens", prices)
-    assert found.exit_code == 2
-    assert f"--price-per-million-tokens {prices}: write two prices" in found.stderr
+    found = plan("--price-per-million-tokens", prices).refused()
+    assert f"--price-per-million-tokens {prices}: write two prices" in found
 
 
 def test_a_budget_ends_the_sample() -> None:
     prepare(100, budget={"max_completion_tokens": 5 * TOKENS})
-    found = plan("--rows", "40")
-    assert found.exit_code == 1
-    assert "budget.max_completion_tokens = 30 stopped the sample" in found.stderr
+    assert "budget.max_completion_tokens = 30 stopped the sample" in plan("--rows", "40").refused(1)
     assert 5 <= len(settled()) < 40
     assert not (RUN / "forecast.json").exists()
 
@@ -290,8 +285,7 @@ def test_a_damaged_forecast_stops_no_run(content: str) -> None:
     planned("--rows", "4")
     created = manifest()["created_at"]
     (RUN / "forecast.json").write_text(content.replace("CREATED", created))
-    ran = run()
-    assert ran.exit_code == 0
+    ran = run().ok()
     assert " forecast " not in ran.stderr
 
 

@@ -6,35 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import tomlkit
 
 from batchkit.commands.demo_digits import make_recording, write_wav
 from tests.support import clips
-from tests.support.browser import Open, Opened, open_browser, visits
+from tests.support.browser import Open, Opened
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.view_server import Viewed, viewing
 from tests.support.waiting import until
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
-
 pytestmark = [pytest.mark.browser, pytest.mark.release]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visit(browser: Browser) -> Iterator[Open]:
-    with visits(browser) as visit:
-        yield visit
 
 
 @pytest.fixture(scope="module")

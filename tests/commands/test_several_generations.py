@@ -112,8 +112,7 @@ def test_scoring_again_reads_the_rows_answer_and_keeps_its_steps() -> None:
     run(steps=STEPS)
     before = {record["index"]: record["steps"] for record in records()}
     write_job(steps=STEPS, scoring=NUMBER)
-    ended = batchkit("score", "job.toml", "--json")
-    assert ended.exit_code == 0, ended.stderr
+    ended = batchkit("score", "job.toml", "--json").ok()
     assert ended.json["overall"]["em"] == pytest.approx(100 / 3, abs=0.01)
     scored = list(read_scored(RUN))
     assert [record["scores"] for record in scored] == [{"em": 0.0}, {"em": 1.0}, {"em": 0.0}]
@@ -135,11 +134,8 @@ def test_batch_sizes_are_measured_with_all_steps_of_one_engine() -> None:
         steps=[STEPS[0], STEPS[2]], engine={"kind": "dry-run", "options": {"latency_s": 0.01}}
     )
     options = ("--low", "4", "--high", "4", "--seconds", "1", "--json")
-    ended = batchkit("find-bs", "job.toml", *options)
-    assert ended.exit_code == 0, ended.stderr
+    ended = batchkit("find-bs", "job.toml", *options).ok()
     assert ended.json["batch_sizes"][0]["rows_per_s"] > 0
     two = [{**STEPS[0], "engine": "small"}, STEPS[2]]
     write_job(steps=two, engines={"small": {"kind": "dry-run"}})
-    ended = batchkit("find-bs", "job.toml")
-    assert ended.exit_code == 2
-    assert "[engines]: only one engine can be measured" in ended.stderr
+    assert "[engines]: only one engine can be measured" in batchkit("find-bs", "job.toml").refused()

@@ -118,13 +118,10 @@ def test_what_only_a_run_folder_says_is_refused(
     if target == RUN / "job.toml":
         commands += [("run", str(target)), ("plan", str(target))]
     for command in commands:
-        found = batchkit(*command)
-        assert found.exit_code == 2
-        assert (
-            "job.toml sets it differently, and batchkit does not trust a run folder" in found.stderr
-        )
-        assert f"\n  {line}" in found.stderr
-        assert "allow it with --trust" in found.stderr
+        found = batchkit(*command).refused()
+        assert "job.toml sets it differently, and batchkit does not trust a run folder" in found
+        assert f"\n  {line}" in found
+        assert "allow it with --trust" in found
         assert not Path("ended").exists() | Path("imported").exists()
 
 
@@ -139,9 +136,8 @@ def test_retry_executes_what_the_job_file_still_says() -> None:
     assert "(--trust runs it): runs: touch stolen" in found.stderr
     assert not Path("stolen").exists() | Path("ended").exists()
     Path("job.toml").unlink()
-    found = batchkit("retry-failed", str(RUN))
-    assert found.exit_code == 2
-    assert f"/{RUN}/job.toml sets it, and batchkit does not trust a run folder" in found.stderr
+    found = batchkit("retry-failed", str(RUN)).refused()
+    assert f"/{RUN}/job.toml sets it, and batchkit does not trust a run folder" in found
     found = batchkit("retry-failed", str(RUN), "--trust")
     assert found.exit_code == 3
     assert Path("stolen").exists()
@@ -162,9 +158,8 @@ def test_job_file_inside_of_the_run_folder_is_not_the_users() -> None:
 def test_what_is_given_on_the_command_line_is_the_users() -> None:
     began()
     Path("job.toml").unlink()
-    found = batchkit("retry-failed", str(RUN), "--notify", NOTIFY)
-    assert found.exit_code == 3
-    assert "batchkit: runs: touch ended" in found.stderr
+    found = batchkit("retry-failed", str(RUN), "--notify", NOTIFY).refused(3)
+    assert "batchkit: runs: touch ended" in found
     assert Path("ended").exists()
 
 
@@ -175,8 +170,7 @@ def test_key_goes_to_another_host_only_with_trust() -> None:
         write_job(engine=other)
         for command in ("run", "plan", "retry-failed"):
             setting = ["--set", f"engine.base_url={other['base_url']}"]
-            found = batchkit(command, "job.toml", *setting * (command == "retry-failed"))
-            assert found.exit_code == 2
-            assert "sends $MY_KEY to localhost, but the run used 127.0.0.1 so far" in found.stderr
+            found = batchkit(command, "job.toml", *setting * (command == "retry-failed")).refused()
+            assert "sends $MY_KEY to localhost, but the run used 127.0.0.1 so far" in found
         assert batchkit("run", "job.toml", "--trust").exit_code == 3
         assert batchkit("run", "job.toml").exit_code == 3

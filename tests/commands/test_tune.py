@@ -43,8 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def found(*args: str) -> dict[str, Any]:
-    ended = batchkit("tune", "job.toml", "--json", "--seconds", "1", *args)
-    assert ended.exit_code == 0, ended.stderr
+    ended = batchkit("tune", "job.toml", "--json", "--seconds", "1", *args).ok()
     return ended.json
 
 

@@ -175,8 +175,7 @@ def no_leftovers() -> bool:
 
 
 def test_find_bs_prints_a_table_and_a_patch() -> None:
-    ended = tried("find-bs job.toml --low 2 --high 8 --seconds 0.5")
-    assert ended.exit_code == 0, ended.stderr
+    ended = tried("find-bs job.toml --low 2 --high 8 --seconds 0.5").ok()
     head, _, *rows = ended.stdout.splitlines()
     assert head.startswith("| batch size | status |")
     assert [row.split()[1:4:2] for row in rows[:3]] == [["2", "ok"], ["4", "ok"], ["8", "ok"]]
@@ -203,8 +202,7 @@ def test_trials_are_kept_as_runs_and_not_measured_again() -> None:
 
 
 def test_find_bs_json_and_write() -> None:
-    ended = tried("find-bs job.toml --low 8 --high 24 --seconds 0.5 --json --write")
-    assert ended.exit_code == 0, ended.stderr
+    ended = tried("find-bs job.toml --low 8 --high 24 --seconds 0.5 --json --write").ok()
     found = ended.json
     assert [line["batch_size"] for line in found["batch_sizes"]] == [8, 16, 24]
     assert all(line.keys() >= KEYS for line in found["batch_sizes"])
@@ -255,8 +253,7 @@ def test_find_bs_stops_early_where_the_server_is_slow() -> None:
 
 
 def test_find_bs_of_a_task_without_output_tokens() -> None:
-    ended = tried("find-bs job.toml --set task=embed --low 8 --high 16 --seconds 0.5 --json")
-    assert ended.exit_code == 0, ended.stderr
+    ended = tried("find-bs job.toml --set task=embed --low 8 --high 16 --seconds 0.5 --json").ok()
     found = ended.json
     assert (found["best"], found["bottleneck"]["resource"]) == (16, "prefill")
     assert [line["failed"] for line in found["batch_sizes"]] == [{}, {}]

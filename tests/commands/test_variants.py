@@ -50,8 +50,7 @@ def folders() -> list[str]:
 
 def test_each_variant_is_a_kept_run_and_all_are_compared() -> None:
     write_job(variant=VARIANTS)
-    ended = batchkit("run", "job.toml")
-    assert ended.exit_code == 0, ended.stderr
+    ended = batchkit("run", "job.toml").ok()
     assert [json.loads(line)["name"] for line in ended.stdout.splitlines()] == ["short", "long"]
     assert folders() == ["long", "short"]
     assert "## long against short" in ended.stderr
@@ -89,8 +88,7 @@ def test_the_runs_of_variants_are_compared_and_listed(target: str) -> None:
 )
 def test_a_key_varies_on_the_command_line(vary: list[str], names: list[str]) -> None:
     write_job()
-    ended = batchkit("run", "job.toml", *(word for text in vary for word in ("--vary", text)))
-    assert ended.exit_code == 0, ended.stderr
+    batchkit("run", "job.toml", *(word for text in vary for word in ("--vary", text))).ok()
     assert folders() == sorted(names)
 
 
@@ -122,8 +120,7 @@ def test_a_killed_command_continues_where_it_was() -> None:
     until(lambda: log.exists() and log.stat().st_size > 0)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
-    ended = batchkit("run", "job.toml")
-    assert ended.exit_code == 0, ended.stderr
+    ended = batchkit("run", "job.toml").ok()
     short, long = map(json.loads, ended.stdout.splitlines())
     assert short["skipped"] == N_ROWS
     assert 0 < long["skipped"] < N_ROWS
@@ -157,16 +154,13 @@ def test_a_wrong_variant_is_refused_before_a_run(
     args: list[str], tables: Mapping[str, Any], words: str
 ) -> None:
     write_job(**tables)
-    ended = batchkit("run", "job.toml", *args)
-    assert ended.exit_code == 2
-    assert words in ended.stderr
+    assert words in batchkit("run", "job.toml", *args).refused()
     assert not Path("output").exists()
 
 
 def test_a_dry_run_of_variants_is_apart_from_real_answers() -> None:
     write_job(variant=VARIANTS, engine={"kind": "vllm", "model": "m"})
-    ended = batchkit("run", "job.toml", "--set", "engine.kind=dry-run")
-    assert ended.exit_code == 0, ended.stderr
+    batchkit("run", "job.toml", "--set", "engine.kind=dry-run").ok()
     runs = sorted(path.parent for path in Path("output").glob("*/*/manifest.json"))
     assert [str(run) for run in runs] == [
         f"output/job.dry-run/{name}.dry-run" for name in ("long", "short")

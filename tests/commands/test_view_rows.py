@@ -110,25 +110,12 @@ def test_rows_by_page(view: Viewed, place: Path) -> None:
         ({"status": "unscored"}, [9]),
         ({"kind": "timeout"}, [2]),
         ({"kind": "media"}, [7]),
-        ({"kind": "unheard of"}, []),
         ({"group": "Fact Checking", "limit": 3}, [1, 4, 7]),
         ({"group": "nothing"}, []),
         ({"scorer": "f1", "min": 0.3, "max": 0.7}, [8]),
         ({"scorer": "f1", "min": 0.5, "max": 0.5}, [8]),
         ({"scorer": "em", "max": 0}, [0, 1, 8, *range(10, N, 10)]),
-        ({"scorer": "none", "max": 0}, []),
         ({"group": "Data Analysis", "scorer": "f1", "max": 0}, [*range(0, N, 30)]),
-        ({"text": "HACKED=2"}, [1]),
-        ({"text": '"quoted" \\ str'}, [1]),
-        ({"text": "straße"}, [1]),
-        ({"text": "ärger"}, [1]),
-        ({"text": "Ä"}, [1]),
-        ({"text": "Q33"}, [33]),
-        ({"text": "it was oom"}, [5]),
-        ({"text": "cell 12 of"}, [12]),
-        ({"text": "second line"}, [1]),
-        ({"text": "results.jsonl"}, []),
-        ({"text": '"index"'}, []),
         ({"text": "final answer", "group": "Fact Checking", "limit": 3}, [1, 4, 10]),
         ({"order": "desc", "limit": 3}, [N - 1, N - 2, N - 3]),
         ({"sort": "score", "scorer": "f1", "order": "desc", "limit": 2}, [3, 4]),
@@ -243,8 +230,7 @@ def test_scores_that_came_later_count(tmp_path: Path) -> None:
         right = view.indexes("tables", scorer="em", min=1, limit=500)
         assert 8 not in right
         before = view.get("runs")[0]["score"]["mean"]
-        ended = batchkit("score", run)
-        assert ended.exit_code == 0, ended.stderr
+        batchkit("score", run).ok()
         assert view.indexes("tables", scorer="em", min=1, limit=500) == sorted([*right, 8])
         (row,) = view.rows("tables", text="q8", sort="index", limit=1)["rows"]
         assert row["scores"] == {"f1": 1.0, "em": 1.0}

@@ -27,6 +27,16 @@ class Ended:
         found: dict[str, Any] = json.loads(line)
         return found
 
+    def ok(self) -> Ended:
+        """Itself, once its exit code is 0."""
+        assert self.exit_code == 0, self.stderr
+        return self
+
+    def refused(self, exit_code: int = 2) -> str:
+        """What it says on stderr, once it has this exit code."""
+        assert self.exit_code == exit_code, self.stderr
+        return self.stderr
+
 
 def batchkit(*args: str | Path) -> Ended:
     result = CliRunner().invoke(
