@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.support.api_server import (
     Served,
     content,
     ended,
+    faults_of,
     job_file,
     lines_of,
     request,
@@ -30,7 +31,6 @@ from tests.support.paths import ROOT
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.vllm
-KILLS = 5
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +79,8 @@ def test_a_row_that_fails_is_a_line_of_the_error_file(
     assert batch.request_counts is not None
     assert batch.request_counts.model_dump() == {"total": 3, "completed": 1, "failed": 2}
     assert [line["custom_id"] for line in content(client, batch.output_file_id)] == ["good"]
-    codes = {
-        line["custom_id"]: line["error"]["code"] for line in content(client, batch.error_file_id)
-    }
+    failed = content(client, batch.error_file_id)
+    codes = {line["custom_id"]: line["error"]["code"] for line in failed}
     assert codes == {"long": "prompt_too_long", "bad": "invalid_request"}
 
 
@@ -143,10 +142,6 @@ def _completed(client: openai.OpenAI, name: str) -> int:
     return 0 if counts is None else counts.completed
 
 
-def _all_completed(client: openai.OpenAI, names: Iterable[str]) -> int:
-    return sum(_completed(client, name) for name in names)
-
-
 def test_a_higher_priority_goes_first(
     client: openai.OpenAI, ask: Callable[..., dict[str, Any]]
 ) -> None:
@@ -200,9 +195,7 @@ def test_a_model_that_does_not_load_fails_the_batch_and_not_the_server(tmp_path:
         for _ in range(2):
             batch = ended(client, submit(client, [request("a", "broken")]))
             assert batch.status == "failed"
-            assert batch.errors is not None
-            assert batch.errors.data is not None
-            assert batch.errors.data[0].code == "batch_failed"
+            assert faults_of(batch)[0].code == "batch_failed"
             (line,) = content(client, batch.error_file_id)
             assert line["error"]["code"] == "batch_failed"
 

@@ -20,7 +20,15 @@ from PIL import Image
 
 from batchkit.commands.demo_digits import make_recording, write_wav
 from tests.support.adapters import write_adapter
-from tests.support.api_server import content, ended, request, serving, submit, texts_of
+from tests.support.api_server import (
+    content,
+    ended,
+    faults_of,
+    request,
+    serving,
+    submit,
+    texts_of,
+)
 from tests.support.chat_server import MODEL
 from tests.support.chat_server import serving as chat_serving
 from tests.support.forks import Fork
@@ -219,7 +227,6 @@ def test_several_models_one_loaded_at_a_time(tmp_path: Path, text_model: Path) -
             "task": ([request("v", "vectors")], "mismatched_endpoint"),
         }.values():
             failed = ended(client, submit(client, wrong))
-            assert failed.errors is not None
-            assert [error.code for error in failed.errors.data or ()] == [code]
+            assert [fault.code for fault in faults_of(failed)] == [code]
     twice = batchkit("serve", "chat.toml", "chat.toml", cwd=tmp_path)
     assert (twice.returncode, "two models have the name" in twice.stderr) == (2, True)

@@ -15,6 +15,7 @@ import httpx
 import tomlkit
 from openai import OpenAI
 from openai.types import Batch
+from openai.types.batch_error import BatchError
 
 from tests.support.forks import LightFork
 from tests.support.own_process import begin
@@ -89,6 +90,11 @@ def submit(
 def ended(client: OpenAI, batch: Batch, within_s: float = 120) -> Batch:
     until(lambda: client.batches.retrieve(batch.id).status in ENDED, within_s)
     return client.batches.retrieve(batch.id)
+
+
+def faults_of(batch: Batch) -> list[BatchError]:
+    """Why the batch failed."""
+    return (batch.errors and batch.errors.data) or []
 
 
 def content(client: OpenAI, file_id: str | None) -> list[dict[str, Any]]:
