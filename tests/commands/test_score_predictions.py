@@ -70,26 +70,65 @@ def test_predictions_of_any_shape_are_scored_and_failures_are_not(
     assert as_json["metrics"]["Facts"]["em"] == 50
 
 
+RIGHT = "35 to 44 years"
+RESPONSE = {
+    "object": "response",
+    "status": "incomplete",
+    "output": [
+        {"type": "reasoning", "summary": []},
+        {"type": "message", "content": [{"type": "output_text", "text": RIGHT}]},
+    ],
+}
+
+
+def line(body: Any, status: int = 200, **more: Any) -> dict[str, Any]:
+    """A line of OpenAI's batch format."""
+    return {"response": {"status_code": status, "body": body}, **more}
+
+
+def answer(text: str, index: int) -> dict[str, Any]:
+    return {"index": index, "message": {"content": text}}
+
+
 @pytest.mark.parametrize(
-    ("entry", "failed"),
+    ("entry", "em"),
     [
-        ({"text": ""}, True),
-        ({"response": " \n\t"}, True),
-        ({"text": " ", "prediction": ""}, True),
-        ({"text": "[Final Answer]: ", "prediction": ""}, False),
-        ({"Prediction": ""}, False),  # the benchmark's metrics score it 0
-        ({"Prediction": None}, True),
-        ({"response": "[ERROR] out of memory"}, True),  # what the benchmark's harness stores
+        # A blank text is a failure, as it is in a run; a blank prediction is scored, as the benchmark's metrics do.
+        ({"text": ""}, None),
+        ({"response": " \n\t"}, None),
+        ({"text": " ", "prediction": ""}, None),
+        ({"text": "[Final Answer]: ", "prediction": ""}, 0),
+        ({"Prediction": ""}, 0),
+        ({"Prediction": None}, None),
+        ({"response": "[ERROR] out of memory"}, None),  # what the benchmark's harness stores
+        # Lines of a batch.
+        (line({"error": {"message": "No"}}, 500, error=None), None),
+        (line(completion("No"), 429), None),
+        (line(completion("No"), error={"code": "x"}), None),
+        (line({**completion("No"), "error": "died"}), None),
+        (line(completion(""), error=None), None),
+        (line({"data": [{"embedding": [0.5]}]}), None),
+        (line(None), None),
+        (line({**RESPONSE, "status": "failed"}), None),
+        (line({**RESPONSE, "output": []}), None),
+        ({"response": None, "error": {"code": "batch_expired", "message": "No"}}, None),
+        (line(completion(RIGHT)), 100),
+        (line(RESPONSE), 100),
+        (line({"choices": [{"text": RIGHT}]}), 100),
+        (line({"choices": [answer("No", index=1), answer(RIGHT, index=0)]}), 100),
     ],
 )
-def test_blank_text_is_a_failure_as_it_is_in_a_run(
-    tmp_path: Path, entry: dict[str, str], failed: bool
+def test_an_entry_is_an_answer_or_a_failure(
+    tmp_path: Path, entry: dict[str, Any], em: float | None
 ) -> None:
-    write_jsonl(tmp_path / "made.jsonl", [{"id": "q1", **entry}])
-    table, _ = score_predictions(job(tmp_path, ROWS), tmp_path / "made.jsonl", quiet)
+    is_line = not isinstance(entry.get("response", ""), str)
+    name = {"id": "batch_req_0", "custom_id": "q3"} if is_line else {"id": "q3"}
+    write_jsonl(tmp_path / "made.jsonl", [{**name, **entry}])
+    table, missing = score_predictions(job(tmp_path, ROWS), tmp_path / "made.jsonl", quiet)
     found = table.to_json()
-    assert (found["failed"], found["scored"]) == (failed, not failed)
-    assert found["overall"].get("em") == (None if failed else 0)
+    failed = em is None
+    assert (found["total"], found["failed"], found["scored"]) == (1, failed, not failed)
+    assert (found["overall"].get("em"), missing) == (em, 4)
 
 
 def test_a_run_s_own_openai_files_score_as_the_run_did(tmp_path: Path) -> None:
@@ -116,60 +155,6 @@ def test_a_reference_column_in_an_export_of_ours_is_not_the_prediction(
     made = job(tmp_path, rows, scoring=scoring, **base)
     found, _ = score_predictions(made, folder / f"results.{format_name}", quiet)
     assert found.to_json()["overall"]["em"] == 0, "the answer of the dry run, not the reference"
-
-
-RESPONSE = {
-    "object": "response",
-    "status": "incomplete",
-    "output": [
-        {"type": "reasoning", "summary": []},
-        {"type": "message", "content": [{"type": "output_text", "text": "35 to 44 years"}]},
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        {"response": {"status_code": 500, "body": {"error": {"message": "No"}}}, "error": None},
-        {"response": {"status_code": 429, "body": completion("No")}},
-        {"response": {"status_code": 200, "body": completion("No")}, "error": {"code": "x"}},
-        {"response": {"status_code": 200, "body": {**completion("No"), "error": "died"}}},
-        {"response": {"status_code": 200, "body": completion("")}, "error": None},
-        {"response": {"status_code": 200, "body": {"data": [{"embedding": [0.5]}]}}},
-        {"response": {"status_code": 200, "body": None}},
-        {"response": {"status_code": 200, "body": {**RESPONSE, "status": "failed"}}},
-        {"response": {"status_code": 200, "body": {**RESPONSE, "output": []}}},
-        {"response": None, "error": {"code": "batch_expired", "message": "No"}},
-    ],
-)
-def test_a_failed_line_of_a_batch_is_a_failure(tmp_path: Path, line: dict[str, Any]) -> None:
-    batch = [
-        {"id": "batch_req_0", "custom_id": "q2", **line},
-        {"id": "q4", "custom_id": "q3", "response": {"body": completion("35 to 44 years")}},
-    ]
-    write_jsonl(tmp_path / "made.jsonl", batch)
-    found, missing = score_predictions(job(tmp_path, ROWS), tmp_path / "made.jsonl", quiet)
-    as_json = found.to_json()
-    assert (as_json["total"], as_json["scored"], as_json["failed"], missing) == (2, 1, 1, 3)
-    assert as_json["overall"]["em"] == 100
-
-
-RIGHT = {"message": {"content": "35 to 44 years"}}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        RESPONSE,
-        {"choices": [{"text": "35 to 44 years"}]},
-        {"choices": [{"index": 1, "message": {"content": "No"}}, {"index": 0, **RIGHT}]},
-    ],
-)
-def test_the_first_answer_of_a_line_counts_whatever_its_endpoint(tmp_path: Path, body: Any) -> None:
-    write_jsonl(tmp_path / "made.jsonl", [{"custom_id": "q3", "response": {"body": body}}])
-    found, _ = score_predictions(job(tmp_path, ROWS), tmp_path / "made.jsonl", quiet)
-    assert found.to_json()["overall"]["em"] == 100
 
 
 def test_predictions_from_the_command_line(tmp_path: Path) -> None:
