@@ -435,11 +435,6 @@ LIMITS = [
 
 PAGE = [
     Mistake("run", "give a job file (… or --model and --input…"),
-    Mistake(
-        "run rows.jsonl",
-        "…: is not a job file (TOML). If it holds the rows: …",
-        files={"rows.jsonl": '{"q": "tea"}\n'},
-    ),
     Mistake("run job.toml --set prompt.user_file=reviews.csv", "… and … are both given; keep one"),
     Mistake("validate job.toml --set input.id=idd", "… input.id is …", 3),
     Mistake("run job.toml", "…: can't be used as a run folder: …", files={"output": ""}),

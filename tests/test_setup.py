@@ -58,10 +58,9 @@ CUDA = replace(
         "transformers": "5.19.0",
     },
     probes={
+        **CPU.probes,
         "torch": Probe({"gpu_build": True, "gpus": 1}),
         "torchvision": Probe({"ops": True}),
-        "transformers": Probe(),
-        "vllm": Probe(),
     },
     gpus=[Gpu("H200", 140.0, 139.0)],
 )
@@ -110,6 +109,10 @@ def test_the_doctor_names_each_check_and_waits_for_none() -> None:
     assert said == [*names, "asking the GPUs"]
 
 
+BUSY = replace(CUDA, gpus=[Gpu("H200", 140.0, 90.0)])
+BLIND = replace(CUDA, probes={**CUDA.probes, "torch": Probe({"gpu_build": True, "gpus": 0})})
+UNWRITABLE = replace(CPU, caches={"HF_HOME": Folder("/cache", False)})
+CODEC = with_versions(CPU, torchcodec="0.17.0")
 NMS = "RuntimeError: operator torchvision::nms does not exist"
 SICK = [
     ("python", replace(CPU, python=(3, 10, 1)), "3.10.1", "3.11"),
@@ -125,36 +128,16 @@ SICK = [
     ("torchvision", without(CPU, "torchvision"), "not installed", "clean setup"),
     ("torchvision", with_error(CPU, "torchvision", NMS), "another torch", "torchvision_fix"),
     ("torchvision", with_error(CPU, "torchvision", "OSError: x"), "OSError: x", "clean setup"),
-    (
-        "torchaudio, torchcodec",
-        with_versions(CPU, torchcodec="0.17.0"),
-        "CUDA builds",
-        "pip uninstall torchcodec",
-    ),
+    ("torchaudio, torchcodec", CODEC, "CUDA builds", "pip uninstall torchcodec"),
     ("transformers", without(CPU, "transformers"), "not installed", "clean setup"),
     ("transformers", with_error(CPU, "transformers", "ImportError"), "ImportError", "torchvision"),
     ("gpu", replace(CUDA, gpus=[]), "none found", "BUILD=cpu"),
     ("gpu", replace(CPU, gpus=CUDA.gpus), "CPU build", "BUILD=cuda"),
-    (
-        "gpu",
-        replace(CUDA, probes={**CUDA.probes, "torch": Probe({"gpu_build": True, "gpus": 0})}),
-        "torch finds none",
-        "NVIDIA driver",
-    ),
-    (
-        "gpu",
-        replace(CUDA, gpus=[Gpu("H200", 140.0, 90.0)]),
-        "90 of 140 GiB",
-        "gpu_memory_utilization",
-    ),
+    ("gpu", BLIND, "torch finds none", "NVIDIA driver"),
+    ("gpu", BUSY, "90 of 140 GiB", "gpu_memory_utilization"),
     ("memory", replace(CPU, available_gib=1.5), "1.5 of 16.0 GiB", "VLLM_CPU_KVCACHE_SPACE=1"),
     ("shared memory", replace(CPU, shm_gib=0.0625), "0.1 GiB", "--shm-size"),
-    (
-        "caches",
-        replace(CPU, caches={"HF_HOME": Folder("/cache", False)}),
-        "not writable: HF_HOME",
-        "export HF_HOME",
-    ),
+    ("caches", UNWRITABLE, "not writable: HF_HOME", "export HF_HOME"),
     ("disk", replace(CPU, disk_free_gib=4.9), "4.9 GiB", "free at least 5 GiB"),
     ("disk", replace(CPU, disk=Folder("/runs", False)), "not writable", "output.dir"),
     ("environment", replace(CPU, env={"VLLM_CPU_KVCACHE_SPACE": "4GB"}), "4GB", "whole number"),

@@ -20,25 +20,16 @@ pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("prompt.user=Say {{ q }}", 'prompt.user: "{{ q }}" → "Say {{ q }}"'),
-        ("sampling.temperature=0.5", "sampling.temperature: 0.0 → 0.5"),
-        ("engine.model=other", 'engine.model: "" → "other"'),
-        ("input.where.key=k1", "input.where: "),
-        ("input.id=key", "input.id: "),
-        ("run.seed=7", "run.seed: 0 → 7"),
-    ],
+    "override", ["prompt.user=Say {{ q }}", "input.where.key=k1", "input.id=key", "run.seed=7"]
 )
-def test_runs_of_different_jobs_are_refused_with_a_diff(override: str, words: str) -> None:
+def test_runs_of_different_jobs_are_refused_with_a_diff(override: str) -> None:
     prepare(10)
     run()
     run("--set", "name=b", "--set", override)
     before = files()
-    found = merge("output/a", "output/b", partial=True)
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert words in found.stderr
-    assert "output/b" in found.stderr
+    refused = merge("output/a", "output/b", partial=True).refused()
+    assert "output/b" in refused
+    assert f"{override.partition('=')[0].removesuffix('.key')}: " in refused
     assert files() == before
 
 
@@ -154,10 +145,6 @@ def test_what_is_no_run_is_refused() -> None:
     prepare(5)
     run()
     assert "neither a run folder" in merge("output/a", "nowhere").stderr
-    (Path("output/a") / "results.jsonl").unlink()
-    found = merge("output/a")
-    assert (found.exit_code, MERGED.exists()) == (1, False)
-    assert "results.jsonl: is missing" in found.stderr
 
 
 def test_job_file_stands_for_no_run_while_there_are_only_shards() -> None:

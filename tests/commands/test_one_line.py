@@ -72,20 +72,12 @@ def test_prompt_is_taken_as_it_is(folder: Path) -> None:
         assert prompt.replace("{{ text }}", "word 0") in result.stdout
 
 
-def test_suffix_of_output_names_its_format(folder: Path) -> None:
-    assert run(*PROMPT, "--output", "answers.jsonl").exit_code == 0
-    assert [record["index"] for record in read_jsonl(folder / "answers.jsonl")] == [0, 1, 2, 3, 4]
-
-
 def test_task_embeds_or_classifies_instead(folder: Path) -> None:
     prompt = ("--prompt", "{{ text }}")
     assert run(*prompt, "--task", "embed", "--output", "vectors.parquet").exit_code == 0
     assert len(pq.read_table("vectors.parquet")["embedding"][0].as_py()) == 8
     assert 'task: "embed" → "classify"' in run(*prompt, "--task", "classify").refused()
     assert run(*prompt, "--task", "classify", "--set", "name=classes").json["ok"] == 5
-    wrong = run(*prompt, "--task", "embedding").refused()
-    assert "task" in wrong
-    assert "embed" in wrong
 
 
 def test_openai_batch_file_needs_no_prompt_and_its_output_is_openais(folder: Path) -> None:

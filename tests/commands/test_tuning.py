@@ -35,17 +35,8 @@ from tests.support.rows import write_jsonl
 
 pytestmark = pytest.mark.slow
 
-KEYS = {
-    "batch_size",
-    "status",
-    "seconds",
-    "rows_per_s",
-    "prompt_tokens_per_s",
-    "completion_tokens_per_s",
-    "p50_ms",
-    "p99_ms",
-    "memory_gb",
-}
+RATES = {"rows_per_s", "prompt_tokens_per_s", "completion_tokens_per_s"}
+KEYS = RATES | {"batch_size", "status", "seconds", "p50_ms", "p99_ms", "memory_gb"}
 
 
 @pytest.fixture(autouse=True)
@@ -294,27 +285,22 @@ def test_an_engine_that_is_too_slow_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("options", "message"),
     [
-        ("find-bs job.toml --low 9 --high 3", "--low 9 is over --high 3"),
-        ("find-bs job.toml --low 0", "--low"),
-        ("find-bs job.toml --seconds 0", "--seconds"),
-        ("find-bs job.toml --set engine.options.seqs=1", "engine.options.seqs"),
-        ("find-bs job.toml --set 'input.where={ q = \"none\" }'", "no row has what"),
+        ("--low 9 --high 3", "--low 9 is over --high 3"),
+        ("--seconds 0", "--seconds"),
+        ("--set engine.options.seqs=1", "engine.options.seqs"),
+        ("--set 'input.where={ q = \"none\" }'", "input.where"),
     ],
 )
-def test_bad_command_lines(command: str, message: str) -> None:
-    ended = tried(command)
-    assert ended.exit_code == 2, ended.stderr
-    assert message in ended.stderr
+def test_bad_command_lines(options: str, message: str) -> None:
+    ended = tried(f"find-bs job.toml {options}")
+    assert message in ended.refused()
     assert not ended.stdout
     assert no_leftovers()
 
 
 def test_a_job_file_that_can_not_be_written_is_known_before_the_first_trial(folder: Path) -> None:
-    (folder / "job.toml").write_text(
-        'engine = { kind = "dry-run" }\n[input]\npath = "rows.jsonl"\n'
-    )
     folder.chmod(0o500)
     try:
         ended = tried("find-bs job.toml --write")

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomlkit
 
 from batchkit.runs.run import Run
 from tests.support.chat_server import serving
 from tests.support.command_line import batchkit
-from tests.support.jobs import with_tables
+from tests.support.dry_runs import write_job, write_rows
 from tests.support.own_process import begin
-from tests.support.rows import write_jsonl
 from tests.support.small_vllm import TEXT_ONLY
 from tests.support.waiting import until
 
@@ -29,23 +27,12 @@ TEMPERATURES = "sampling.temperature=0,0.7"
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_jsonl(Path("rows.jsonl"), [{"id": f"r{n}", "q": f"what is {n}?"} for n in range(N_ROWS)])
-
-
-def write_job(**tables: Any) -> None:
-    job = {
-        "name": "job",
-        "input": {"path": "rows.jsonl", "id": "id"},
-        "prompt": {"user": "{{ q }}"},
-        "engine": {"kind": "dry-run"},
-    }
-    Path("job.toml").write_text(tomlkit.dumps(with_tables(job, tables)))
+def _here(in_an_empty_folder: None) -> None:
+    write_rows(N_ROWS)
 
 
 def folders() -> list[str]:
-    return sorted(path.parent.name for path in Path("output/job").glob("*/manifest.json"))
+    return sorted(path.parent.name for path in Path("output/a").glob("*/manifest.json"))
 
 
 def test_each_variant_is_a_kept_run_and_all_are_compared() -> None:
@@ -54,12 +41,12 @@ def test_each_variant_is_a_kept_run_and_all_are_compared() -> None:
     assert [json.loads(line)["name"] for line in ended.stdout.splitlines()] == ["short", "long"]
     assert folders() == ["long", "short"]
     assert "## long against short" in ended.stderr
-    assert "[[variant]]" not in Path("output/job/long/job.toml").read_text()
+    assert "[[variant]]" not in Path("output/a/long/job.toml").read_text()
     again = batchkit("run", "job.toml")
     assert [json.loads(line)["skipped"] for line in again.stdout.splitlines()] == [N_ROWS] * 2
 
 
-@pytest.mark.parametrize("target", ["job.toml", "output/job"])
+@pytest.mark.parametrize("target", ["job.toml", "output/a"])
 def test_the_runs_of_variants_are_compared_and_listed(target: str) -> None:
     write_job(variant=VARIANTS)
     batchkit("run", "job.toml")
@@ -68,8 +55,8 @@ def test_the_runs_of_variants_are_compared_and_listed(target: str) -> None:
     assert found["answers"]["long"]["equal"] == N_ROWS
     assert found["rates"]["short"]["ok"] == N_ROWS
     listed = batchkit("status", "output", "--json").json["runs"]
-    assert {run["run"] for run in listed} == {"job:short", "job:long"}
-    below = batchkit("status", "output/job", "--json").json["runs"]
+    assert {run["run"] for run in listed} == {"a:short", "a:long"}
+    below = batchkit("status", "output/a", "--json").json["runs"]
     assert {run["run"] for run in below} == {"short", "long"}
 
 
@@ -109,14 +96,14 @@ def test_another_kind_of_engine_starts_from_its_own_settings() -> None:
         )
         ended = batchkit("run", "job.toml")
     assert ended.exit_code == 0, ended.stderr
-    found = batchkit("compare", "output/job", "--json").json
+    found = batchkit("compare", "output/a", "--json").json
     assert found["answers"]["server"]["differ"] == N_ROWS
 
 
 def test_a_killed_command_continues_where_it_was() -> None:
     write_job(variant=VARIANTS, engine={"options": {"latency_s": 0.3}}, run={"max_in_flight": 2})
     process = begin("run", "job.toml", cwd=Path.cwd())
-    log = Path("output/job/long/results.jsonl")
+    log = Path("output/a/long/results.jsonl")
     until(lambda: log.exists() and log.stat().st_size > 0)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
@@ -125,7 +112,7 @@ def test_a_killed_command_continues_where_it_was() -> None:
     assert short["skipped"] == N_ROWS
     assert 0 < long["skipped"] < N_ROWS
     for name in ("short", "long"):
-        assert [row["index"] for row in Run(f"output/job/{name}").rows()] == [*range(N_ROWS)]
+        assert [row["index"] for row in Run(f"output/a/{name}").rows()] == [*range(N_ROWS)]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +150,7 @@ def test_a_dry_run_of_variants_is_apart_from_real_answers() -> None:
     batchkit("run", "job.toml", "--set", "engine.kind=dry-run").ok()
     runs = sorted(path.parent for path in Path("output").glob("*/*/manifest.json"))
     assert [str(run) for run in runs] == [
-        f"output/job.dry-run/{name}.dry-run" for name in ("long", "short")
+        f"output/a.dry-run/{name}.dry-run" for name in ("long", "short")
     ]
 
 
@@ -181,6 +168,6 @@ def test_two_engines_answer_alike_token_by_token(text_model: Path) -> None:
     )
     ended = batchkit("run", "job.toml")
     assert ended.exit_code in (0, 3), ended.stderr
-    found = batchkit("compare", "output/job", "--json").json["answers"]["transformers"]
+    found = batchkit("compare", "output/a", "--json").json["answers"]["transformers"]
     assert found["equal"] + found["differ"] + found["failed_in_both"] == N_ROWS
     assert found["ties"] == found["differ"]
