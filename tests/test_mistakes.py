@@ -18,6 +18,7 @@ LOG, MANIFEST = "output/mood/results.jsonl", "output/mood/manifest.json"
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
+OF_REVIEWS = f"{ONE_LINE} --prompt 'M {{{{ review }}}}'"
 PROMPTS = [
     Mistake(f"{ONE_LINE} --prompt 'Mood? {{review}}'", "write {{ review }} for {review}"),
     Mistake(f"{ONE_LINE} --prompt 'Mood? ${{review}}'", "write {{ review }} for ${review}"),
@@ -94,8 +95,7 @@ RUNS = [
     ),
     # A dry run is never in the way, and never among answers.
     Mistake(
-        f"{ONE_LINE} --prompt 'Mood? {{{{ review }}}}'\n" * 2
-        + f"{ONE_LINE} --prompt 'M {{{{ review }}}}'",
+        f"{ONE_LINE} --prompt 'Mood? {{{{ review }}}}'\n" * 2 + OF_REVIEWS,
         ("output/reviews-batchkit-demo.dry-run", '"skipped": 0'),
         0,
     ),
@@ -202,10 +202,40 @@ RUNS = [
     ),
 ]
 
+SET = {  # a key that is set for ``run``, and what is said of it
+    "'output.keep=[\"lable\"]'": "output.keep: the rows have no field 'lable'; did you mean 'label'?",
+    "'input.where=label == \"a\"'": 'a table of fields and the values to keep: { label = "positive" }',
+    "'prompt.images=[\"label\"]'": "prompt.images: label is a column: write {{ label }}",
+    "'prompt.images=[\"{label}\"]'": "prompt.images: label is a column: write {{ label }}",
+    "engine.kind=VLLM": "did you mean 'vllm'?",
+    "prompt=x": "expected table; set one of its keys, for example prompt.user",
+    "input=x": "expected table; set one of its keys, for example input.path",
+    f"run.on_end={'x' * 20_000}": "run.on_end: found 20,000 characters, at most 16,384; put the",
+}
+REFUSED = {
+    "resume job.toml": "Did you mean 'batchkit run', which resumes what it began?",
+    "job.toml": "Did you mean 'batchkit run job.toml', which resumes what it began?",
+    "diff a b": "Did you mean 'batchkit compare'?",
+    "export output/mood --xlsx": "Did you mean '--csv'?",
+    "show output/mood r1": "a row is named by --id ID",
+    "run job.toml --fresh --skip-from output/mod": "not a run folder; did you mean 'output/mood'?",
+}
 KEYS = [
-    Mistake(
-        "validate job.toml --set 'output.keep=[\"lable\"]'",
-        "output.keep: the rows have no field 'lable'; did you mean 'label'?",
+    *(Mistake(f"run job.toml --set {given}", said) for given, said in SET.items()),
+    *(Mistake(f"run job.toml\n{command}", said) for command, said in REFUSED.items()),
+    *(
+        Mistake(
+            f"run job.toml --set engine.api_key_env={key}", "engine.api_key_env: ", never=(key,)
+        )
+        for key in ("sk-good", "hf_aBcDeFgHiJkLmNoPqRsTuVwX")
+    ),
+    *(
+        Mistake(
+            f"run job.toml --set engine.kind=transformers --set engine.model={model}",
+            "did you mean 'batchkit-demo'?",
+            is_slow=True,
+        )
+        for model in ("batchkit-dmo", "batchkit_demo")
     ),
     Mistake(
         "validate job.toml --set sampling.max_new_tokens=3 --set sampling.guided_choice=a --set sampling.tokens=1",
@@ -253,23 +283,11 @@ KEYS = [
     Mistake(
         "run job.toml\nstatus output/mod", ("output/mod: neither", "did you mean 'output/mood'?")
     ),
-    *(
-        Mistake(
-            f"run job.toml --set engine.kind=transformers --set engine.model={model}",
-            "did you mean 'batchkit-demo'?",
-            is_slow=True,
-        )
-        for model in ("batchkit-dmo", "batchkit_demo")
-    ),
-    Mistake("resume job.toml", "Did you mean 'batchkit run', which resumes what it began?"),
-    Mistake("job.toml", "Did you mean 'batchkit run job.toml', which resumes what it began?"),
-    Mistake("diff a b", "Did you mean 'batchkit compare'?"),
     Mistake(
         "run job.yaml",
         "job.yaml: is YAML, but a job file is TOML",
         files={"job.yaml": "name: mood\n"},
     ),
-    Mistake("run job.toml\nexport output/mood --xlsx", "Did you mean '--csv'?"),
     *(
         Mistake(
             f"run job.toml --set input.path=other.csv{more}",
@@ -292,30 +310,6 @@ KEYS = [
         "run job.toml --set promt.user=a --set sampling.max_new_tokens=3",
         ("promt: unknown key; did you mean 'prompt'", "did you mean 'max_tokens'?"),
     ),
-    *(
-        Mistake(
-            f"run job.toml --set engine.api_key_env={key}",
-            "engine.api_key_env: expected the name of an environment variable",
-            never=(key,),
-        )
-        for key in ("sk-good", "hf_aBcDeFgHiJkLmNoPqRsTuVwX")
-    ),
-    Mistake(
-        "run job.toml --set 'input.where=label == \"positive\"'",
-        'expected a table of fields and the values to keep: { label = "positive" }',
-    ),
-    *(
-        Mistake(
-            f"run job.toml --set 'prompt.images=[\"{image}\"]'",
-            "prompt.images: label is a column: write {{ label }}",
-        )
-        for image in ("label", "{label}")
-    ),
-    Mistake("run job.toml\nshow output/mood r1", "a row is named by --id ID"),
-    Mistake(
-        "run job.toml\nrun job.toml --fresh --skip-from output/mod",
-        "--skip-from output/mod: not a run folder; did you mean 'output/mood'?",
-    ),
     Mistake(
         "validate job.toml --set sampling.top_z=1",
         'sampling: top_z not checked, as engine.kind is "dry-run"',
@@ -323,44 +317,29 @@ KEYS = [
     ),
     # The keys of the one-line form that most jobs set.
     Mistake(
-        f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --keep label --keep stars --name mine --system Short"
+        f"{OF_REVIEWS} --keep label --keep stars --name mine --system Short"
         " --max-tokens 9 --temperature 0.5\nexport output/mine.dry-run --csv",
         "mine.dry-run/results.csv: 3 rows",
         0,
     ),
-    Mistake(
-        f"{ONE_LINE} --prompt 'M {{{{ review }}}}'",
-        "the column id names the rows; the run folder is",
-        0,
-    ),
-    Mistake(
-        f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --id label", "the column label names the rows", 0
-    ),
-    Mistake(
-        f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --images label",
-        "prompt.images: label is a column: write {{ label }}",
-    ),
+    Mistake(OF_REVIEWS, "the column id names the rows; the run folder is", 0),
+    Mistake(f"{OF_REVIEWS} --id label", "the column label names the rows", 0),
+    Mistake(f"{OF_REVIEWS} --images label", "prompt.images: label is a column: write {{ label }}"),
     # Empty cells are counted before the run.
     *(
         Mistake(
             f"{command} job.toml --set input.path=blank.csv --set input.empty={empty}",
-            (f"review is empty in 2 of the 4 rows, {said}", ended),
+            (f"review is empty in 2 of the 4 rows, which {said}", ended),
             exit_code,
             {"blank.csv": 'id,review,label\n1,Fine,a\n2,,b\n3," ",b\n4,Bad,c\n'},
         )
         for command, empty, said, ended, exit_code in (
-            (
-                "run",
-                "keep",
-                'which are sent anyway; input.empty = "skip" leaves them out',
-                '"ok": 4',
-                0,
-            ),
-            ("run", "skip", "which are left out", '"total": 2, "ok": 2', 0),
-            ("run", "fail", "which fail", "review is empty, and input.empty", 3),
-            ("validate", "keep", "which are sent anyway", "4 ok", 0),
-            ("validate", "skip", "which are left out", "2 rows: 2 ok", 0),
-            ("validate", "fail", "which fail", "2 would fail", 3),
+            ("run", "keep", 'are sent anyway; input.empty = "skip" leaves them out', '"ok": 4', 0),
+            ("run", "skip", "are left out", '"total": 2, "ok": 2', 0),
+            ("run", "fail", "fail", "review is empty, and input.empty", 3),
+            ("validate", "keep", "are sent anyway", "4 ok", 0),
+            ("validate", "skip", "are left out", "2 rows: 2 ok", 0),
+            ("validate", "fail", "fail", "2 would fail", 3),
         )
     ),
     Mistake(
@@ -372,11 +351,7 @@ KEYS = [
     *(
         Mistake(command, said, exit_code, {"mine.csv": REVIEWS, "mine.jsonl": '{"a": 1}\n'})
         for command, said, exit_code in (
-            (
-                "run job.toml\nexport --csv mine.csv",
-                "mine.csv: exists, and was not written by batchkit",
-                2,
-            ),
+            ("run job.toml\nexport --csv mine.csv", "exists, and was not written by batchkit", 2),
             ("run job.toml\nexport --jsonl mine.jsonl", "or replace it with --force", 2),
             ("run job.toml\nexport --csv mine.csv --force", "mine.csv: 3 rows", 0),
             ("run job.toml\nexport --csv a.csv\nexport --csv a.csv", "a.csv: 3 rows", 0),
@@ -398,24 +373,12 @@ KEYS = [
         3,
         never="nothing is scored",
     ),
-    Mistake("run job.toml --set engine.kind=VLLM", "did you mean 'vllm'?"),
-    *(
-        Mistake(
-            f"run job.toml --set {table}=x",
-            f"expected table; set one of its keys, for example {key}",
-        )
-        for table, key in {"prompt": "prompt.user", "input": "input.path"}.items()
-    ),
     # What is kept of the input is no part of what was asked.
     Mistake(
         "run job.toml\nrun job.toml --set 'output.keep=[\"stars\"]'\nexport output/mood --csv",
         "output/mood/results.csv: 3 rows",
         0,
     ),
-    Mistake("run job.toml\nstatus output/mood", "but no manifest.json", 1, gone=(LOG, MANIFEST)),
-]
-
-LIMITS = [
     Mistake(
         "run job.toml --set input.path=wide.csv --set 'output.keep=[\"none\"]'",
         ("the rows have no field 'none'", "characters left out …]", "c9999"),
@@ -427,10 +390,7 @@ LIMITS = [
         },
         never="c5000",
     ),
-    Mistake(
-        f"run job.toml --notify={'x' * 20_000}",
-        "run.on_end: found 20,000 characters, at most 16,384; put the command into a script",
-    ),
+    Mistake("run job.toml\nstatus output/mood", "but no manifest.json", 1, gone=(LOG, MANIFEST)),
 ]
 
 PAGE = [
@@ -444,7 +404,7 @@ PAGE = [
     ),
 ]
 
-TABLES = {"prompts": PROMPTS, "runs": RUNS, "keys": KEYS, "limits": LIMITS, "page": PAGE}
+TABLES = {"prompts": PROMPTS, "runs": RUNS, "keys": KEYS, "page": PAGE}
 
 
 @pytest.mark.parametrize("mistake", params(TABLES))

@@ -65,25 +65,13 @@ COMMANDS = [
     ),
     # An address that can't be written is known before the run.
     *(
-        Mistake(command, words, never="ok, 0 failed")
-        for command, words in (
-            (
-                "run job.toml --output nosuch://b/a.csv",
-                "--output: nosuch://b/a.csv: can't be written to",
-            ),
-            (
-                "run job.toml --output https://b/a.csv",
-                "--output https://b/a.csv: can't be written to; give s3://",
-            ),
-            (
-                "run job.toml --set 'output.export=[\"nosuch://b/a.csv\"]'",
-                "nosuch://b/a.csv: can't be written to",
-            ),
-            (
-                "run job.toml --set 'output.export=[\"a.xlsx\"]'",
-                "a.xlsx: unknown suffix; use .parquet",
-            ),
-            ("run job.toml --set 'output.export=[\"parqet\"]'", "did you mean 'parquet'?"),
+        Mistake(f"run job.toml {given}", words, never="ok, 0 failed")
+        for given, words in (
+            ("--output nosuch://b/a.csv", "--output: nosuch://b/a.csv: can't be written to"),
+            ("--output https://b/a.csv", "https://b/a.csv: can't be written to; give s3://"),
+            ("--set 'output.export=[\"nosuch://b/a.csv\"]'", "nosuch://b/a.csv: can't be written"),
+            ("--set 'output.export=[\"a.xlsx\"]'", "a.xlsx: unknown suffix; use .parquet"),
+            ("--set 'output.export=[\"parqet\"]'", "did you mean 'parquet'?"),
         )
     ),
     Mistake("run job.toml\nexport output --csv", ("output: neither a", "'output/mood'")),

@@ -101,6 +101,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
         "line 1 of a CSV is read as its header",
     ),
 }
+SPLIT = "quote a prompt and a glob, because the shell splits"
 ROWS = [
     *(
         Mistake(
@@ -150,34 +151,14 @@ ROWS = [
     *(
         Mistake(command, said, code)
         for command, said, code in [
-            (
-                f"{ONE_LINE} a.csv b.csv --prompt A",
-                "quote a prompt and a glob, because the shell splits",
-                2,
-            ),
-            (
-                f"{ONE_LINE} --prompt Mood? {{{{ review }}}}",
-                "quote a prompt and a glob, because",
-                2,
-            ),
-            (
-                f"{ONE_LINE} reviews.csv --prompt A",
-                "quote a prompt and a glob, because the shell splits",
-                2,
-            ),
-            (
-                f"{ONE_LINE} --prompt Mood? {{{{review}}}}",
-                "quote a prompt and a glob, because the shell splits",
-                2,
-            ),
+            (f"{ONE_LINE} a.csv b.csv --prompt A", SPLIT, 2),
+            (f"{ONE_LINE} --prompt Mood? {{{{ review }}}}", SPLIT, 2),
+            (f"{ONE_LINE} reviews.csv --prompt A", SPLIT, 2),
+            (f"{ONE_LINE} --prompt Mood? {{{{review}}}}", SPLIT, 2),
             ("report output/mood output/mood", "to compare runs: batchkit compare RUN RUN", 2),
             (f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --keep label,stars", '"ok": 3', 0),
             (f"{ONE_LINE} --prompt 'M\\n{{{{ review }}}}'", r"contains \n as two characters", 0),
-            (
-                "run job.toml\nexport output/mood --csv output",
-                "output: is a folder; give a file in it",
-                2,
-            ),
+            ("run job.toml\nexport output/mood --csv output", "is a folder; give a file in it", 2),
         ]
     ),
 ]
@@ -207,11 +188,7 @@ TEMPLATES = [
             "include is not available: prompt.user_file reads",
             2,
         ),
-        (
-            "{% if stars > 3 %}{{ review }}{% endif %}",
-            "the column is text, not a number: write … | int > 3",
-            3,
-        ),
+        ("{{ review if stars > 3 }}", "the column is text, not a number: write … | int > 3", 3),
     ]
 ]
 ROWS += [
