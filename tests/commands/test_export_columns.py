@@ -12,7 +12,6 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tomlkit
 
 from batchkit import Run
 from tests.support.command_line import batchkit
@@ -63,9 +62,6 @@ def made_run(*changes: dict[str, Any], **tables: Any) -> pa.Table:
     """The table of a run whose log holds ok records with these ``changes``."""
     write_rows([{"q": "question 0", "d": "y"}])
     write_job(**tables)
-    if tables.get("task") == "score":
-        job = Path("job.toml")
-        job.write_text(job.read_text().replace('user = "{{ q }}"\n', ""))
     run("--fresh").ok()
     (RUN / "checkpoint.json").unlink()
     (plain,) = read_jsonl(LOG)
@@ -124,7 +120,8 @@ def test_classes_have_a_label_and_probabilities() -> None:
 
 
 def test_scores_are_numbers_unless_a_row_gave_a_list() -> None:
-    tables: dict[str, Any] = {"task": "score", "pair": {"query": "{{ q }}", "documents": "{{ d }}"}}
+    pair = {"query": "{{ q }}", "documents": "{{ d }}"}
+    tables: dict[str, Any] = {"task": "score", "prompt": None, "pair": pair}
     one, few = {"text": None, "score": 0.5}, {"text": None, "score": [0.5, 2], "order": [1, 0]}
     assert made_run(one, **tables)["score"].to_pylist() == [0.5]
     found = made_run(few, one, **tables)
@@ -220,8 +217,7 @@ STEPS: list[dict[str, Any]] = [
 def stepped(n: int, steps: list[dict[str, Any]], **tables: Any) -> list[dict[str, Any]]:
     """The answer to row n ends in n, and every second row expects that."""
     write_rows([{"q": f"q{k}", "a": str(k if k % 2 else 99), "end": "mine"} for k in range(n)])
-    job = {"name": "a", "input": {"path": "in.jsonl"}, "engine": {"kind": "dry-run"}}
-    Path("job.toml").write_text(tomlkit.dumps({**job, "steps": steps, **tables}))
+    write_job(prompt=None, steps=steps, **tables)
     run().ok()
     return exported().to_pylist()
 

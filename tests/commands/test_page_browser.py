@@ -16,7 +16,7 @@ from batchkit.runs.scores import table_of
 from batchkit.storage.manifest import Manifest
 from tests.support.browser import Open, Opened, assert_fits
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import LOG, prepare
+from tests.support.dry_runs import LOG, prepare, write_job, write_rows
 from tests.support.made_runs import TABLE, N, failure, golden_run, make_run
 from tests.support.own_process import begin
 from tests.support.view_server import Viewed, viewing
@@ -288,13 +288,13 @@ def test_steps_are_one_under_the_other(
     visit: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    prepare(3)
-    Path("job.toml").write_text(
-        'name = "a"\ninput.path = "in.jsonl"\nengine.kind = "dry-run"\n'
-        '[[steps]]\nname = "draft"\nprompt.user = "draft {{ q }}"\n'
-        '[[steps]]\nname = "revise"\nprompt.user = "revise {{ steps.draft.text }}"\n'
-        '[[steps]]\nname = "never"\nprompt.user = "?"\nwhen = "{{ false }}"\n'
-    )
+    write_rows(3)
+    steps: list[dict[str, Any]] = [
+        {"name": "draft", "prompt": {"user": "draft {{ q }}"}},
+        {"name": "revise", "prompt": {"user": "revise {{ steps.draft.text }}"}},
+        {"name": "never", "prompt": {"user": "?"}, "when": "{{ false }}"},
+    ]
+    write_job(prompt=None, steps=steps)
     assert batchkit("run", "job.toml").exit_code == 0
     with viewing("output/a", cwd=tmp_path) as view:
         file = report(tmp_path / "output/a").path.as_uri()

@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import tomlkit
 
 from batchkit.commands.demo_digits import make_recording, write_wav
 from batchkit.config.loading import load_job
@@ -215,8 +214,7 @@ def test_a_row_of_several_steps_has_more_prompts_than_the_first() -> None:
         {"name": "draft", "prompt": {"user": "{{ q }}"}},
         {"name": "short", "prompt": {"user": "Shorten: {{ steps.draft.text }}"}},
     ]
-    job = {"name": "a", "input": {"path": "in.jsonl"}, "engine": {"kind": "dry-run"}}
-    Path("job.toml").write_text(tomlkit.dumps(job | {"steps": steps}))
+    write_job(prompt=None, steps=steps)
     found = planned("--rows", "8")
     assert not found["prompts"]["exact"]
     assert run().exit_code == 0

@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomlkit
 
 from batchkit.storage.metrics import read_metrics
 from batchkit.storage.score_store import read_scored
 from tests.support.command_line import Ended, batchkit
-from tests.support.dry_runs import RUN, records, write_rows
+from tests.support.dry_runs import RUN, records, write_job, write_rows
 from tests.support.pages import data_in
+from tests.support.scored_runs import NUMBER
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
-NUMBER = {"extract": "number", "reference": "a", "scorers": ["em"]}
 STEPS: list[dict[str, Any]] = [
     {"name": "draft", "prompt": {"user": "{{ q }}"}, **NUMBER},
     {"name": "check", "prompt": {"user": "check"}, "when": "{{ steps.draft.scores.em < 1 }}"},
@@ -33,16 +32,11 @@ async def solve(row, generate):
 SAID = [f"dry-run: no model answered row {n}" for n in range(3)]
 
 
-def write_job(name: str = "a", **tables: Any) -> None:
-    job = {"name": name, "input": {"path": "in.jsonl"}, "engine": {"kind": "dry-run"}, **tables}
-    Path("job.toml").write_text(tomlkit.dumps(job))
-    Path("solve.py").write_text(SOLVE)
-
-
-def run(name: str = "a", **tables: Any) -> Ended:
+def run(**tables: Any) -> Ended:
     """The answer to row n ends in n; row 1 expects that."""
     write_rows([{"q": f"q{k}", "a": "1", "n": 1 if k else 15} for k in range(3)])
-    write_job(name, **tables)
+    Path("solve.py").write_text(SOLVE)
+    write_job(**{"prompt": None, **tables})
     return batchkit("run", "job.toml")
 
 
@@ -111,7 +105,7 @@ def test_what_was_selected_is_shown() -> None:
 def test_scoring_again_reads_the_rows_answer_and_keeps_its_steps() -> None:
     run(steps=STEPS)
     before = {record["index"]: record["steps"] for record in records()}
-    write_job(steps=STEPS, scoring=NUMBER)
+    write_job(prompt=None, steps=STEPS, scoring=NUMBER)
     ended = batchkit("score", "job.toml", "--json").ok()
     assert ended.json["overall"]["em"] == pytest.approx(100 / 3, abs=0.01)
     scored = list(read_scored(RUN))
@@ -121,7 +115,7 @@ def test_scoring_again_reads_the_rows_answer_and_keeps_its_steps() -> None:
 
 def test_two_runs_are_compared_by_their_answers() -> None:
     run(steps=STEPS, scoring=NUMBER)
-    run("b", prompt={"user": "{{ q }}"}, scoring=NUMBER)
+    run(name="b", prompt={"user": "{{ q }}"}, scoring=NUMBER)
     found = batchkit("compare", "output/a", "output/b", "--json").json
     assert found["tables"]["a"]["overall"] == found["tables"]["b"]["overall"]
     assert found["tables"]["a"]["overall"]["n"] == 3
@@ -130,12 +124,11 @@ def test_two_runs_are_compared_by_their_answers() -> None:
 
 def test_batch_sizes_are_measured_with_all_steps_of_one_engine() -> None:
     write_rows(60)
-    write_job(
-        steps=[STEPS[0], STEPS[2]], engine={"kind": "dry-run", "options": {"latency_s": 0.01}}
-    )
+    steps = [STEPS[0], STEPS[2]]
+    write_job(prompt=None, steps=steps, engine={"options": {"latency_s": 0.01}})
     options = ("--low", "4", "--high", "4", "--seconds", "1", "--json")
     ended = batchkit("find-bs", "job.toml", *options).ok()
     assert ended.json["batch_sizes"][0]["rows_per_s"] > 0
     two = [{**STEPS[0], "engine": "small"}, STEPS[2]]
-    write_job(steps=two, engines={"small": {"kind": "dry-run"}})
+    write_job(prompt=None, steps=two, engines={"small": {"kind": "dry-run"}})
     assert "[engines]: only one engine can be measured" in batchkit("find-bs", "job.toml").refused()

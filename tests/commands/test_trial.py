@@ -33,14 +33,12 @@ def measured(
     at_once: int,
     seconds: float = 60,
     *,
-    rows: int = 10**6,
-    first: int | None = None,
     ended: float | None = None,
     is_sample: bool = True,
+    **how: Any,
 ) -> Figures:
-    """What a trial measures as its records come, until it is over. ``first``: the last one of those that
-    were submitted first."""
-    trial = measurement_of(found, at_once, seconds, rows=rows, first=first)
+    """What a trial measures as its records come, until it is over."""
+    trial = measurement_of(found, at_once, seconds, **how)
     figures = trial.figures(found[-1].ended if ended is None else ended, is_sample=is_sample)
     assert figures is not None
     return figures
@@ -51,9 +49,10 @@ def measurement_of(
     at_once: int,
     seconds: float = 60,
     *,
-    rows: int,
+    rows: int = 10**6,
     first: int | None = None,
 ) -> Measurement:
+    """``first``: the last one of those that were submitted first."""
     submitted = range(at_once) if first is None else [*range(at_once - 1), first]
     trial = Measurement(at_once, seconds, total=rows, first=submitted)
     for each in found:
@@ -64,14 +63,28 @@ def measurement_of(
 
 
 SLOW_START = answers(*(3.0 + k / 10 for k in range(40)))
+SHORT = answers(*(k / 20 for k in range(1, 120)), *(6.0 + k / 10 for k in range(200)))
 
 
-def test_measuring_begins_when_the_engine_is_full_and_ends_with_the_rows() -> None:
-    found = measured(SLOW_START, 8, rows=40)
-    assert found.is_typical
-    assert found.rows_per_s == pytest.approx(10, rel=0.1), "the first three seconds do not count"
-    assert found.prompt_tokens_per_s == pytest.approx(100, rel=0.1)
-    assert found.completion_tokens_per_s == pytest.approx(40, rel=0.1)
+@pytest.mark.parametrize(
+    ("found", "at_once", "how", "rate"),
+    [
+        (SLOW_START, 8, {"rows": 40}, 10),
+        # Of the first eight, one takes 6 s; the short ones that pass meanwhile would look like speed.
+        (SHORT, 8, {"seconds": 9, "first": 119}, 10),
+        # One of the first twenty has the longest answer of all.
+        (steady(100, 1000), 20, {"first": 999}, 100),
+    ],
+    ids=["a slow start", "short answers first", "the last tenth of the first rows"],
+)
+def test_measuring_begins_when_the_engine_is_full_and_ends_with_the_rows(
+    found: list[TimedAnswer], at_once: int, how: dict[str, Any], rate: float
+) -> None:
+    figures = measured(found, at_once, **how)
+    assert figures.is_typical
+    assert figures.rows_per_s == pytest.approx(rate, rel=0.1)
+    assert figures.prompt_tokens_per_s == pytest.approx(10 * rate, rel=0.1)
+    assert figures.completion_tokens_per_s == pytest.approx(4 * rate, rel=0.1)
 
 
 def test_a_whole_job_is_measured_as_a_whole() -> None:
@@ -125,14 +138,6 @@ def test_a_trial_was_short_if_the_engine_was_still_to_be_filled(
     assert was_short(trial, figures, [at(9.0, unfinished_tokens=tokens)]) == is_short
 
 
-def test_short_answers_come_first_and_do_not_count() -> None:
-    """Of the first eight, one takes 6 s; the short ones that pass meanwhile would look like speed."""
-    short, long = [k / 20 for k in range(1, 120)], [6.0 + k / 10 for k in range(200)]
-    found = measured(answers(*short, *long), 8, 9, first=119)
-    assert found.is_typical
-    assert found.rows_per_s == pytest.approx(10, rel=0.1)
-
-
 @settings(deadline=None, max_examples=50)
 @given(rate=st.floats(5, 100), at_once=st.integers(1, 16), seconds=st.floats(4, 20))
 def test_a_steady_trial_has_its_rate(rate: float, at_once: int, seconds: float) -> None:
@@ -140,14 +145,6 @@ def test_a_steady_trial_has_its_rate(rate: float, at_once: int, seconds: float) 
     assert found.is_typical
     assert found.seconds <= seconds + 1 / rate
     assert found.rows_per_s == pytest.approx(rate, rel=2 / found.rows), "a row more or less"
-
-
-def test_the_last_tenth_of_the_first_rows_is_not_waited_for() -> None:
-    """One of the first twenty has the longest answer of all."""
-    long = 20
-    found = measured(steady(100, 1000), long, first=999)
-    assert found.is_typical
-    assert found.rows_per_s == pytest.approx(100, rel=0.1)
 
 
 def test_percentiles_are_of_latency() -> None:

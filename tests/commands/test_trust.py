@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomlkit
 
+from tests.support import dry_runs
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import RUN, changed_job
-from tests.support.rows import write_jsonl
+from tests.support.dry_runs import RUN, changed_job, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -24,29 +23,21 @@ Path("imported").touch()
 async def solve(row, generate):
     return (await generate(row["q"] + row["x"])).text
 """
-ROLLOUT: dict[str, Any] = {"prompt": {}, "rollout": {"function": "solve.py:solve"}}
+ROLLOUT: dict[str, Any] = {"prompt": None, "rollout": {"function": "solve.py:solve"}}
 NOTIFY = "touch ended"
 
 
 @pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _here(in_an_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.setenv("MY_KEY", "s3cret-s3cret")
-    write_jsonl(tmp_path / "in.jsonl", [{"q": "a", "x": ""}, {"q": "b"}])
+    write_rows([{"q": "a", "x": ""}, {"q": "b"}])
     Path("solve.py").write_text(SOLVE)
 
 
 def write_job(**tables: Any) -> None:
-    table = {
-        "name": "a",
-        "input": {"path": "in.jsonl"},
-        "prompt": {"user": "{{ q }}{{ x }}"},
-        "engine": {"kind": "dry-run"},
-        "run": {"check_rows": 0},
-        **tables,
-    }
-    Path("job.toml").write_text(tomlkit.dumps(table), encoding="utf-8")
+    usual = {"prompt": {"user": "{{ q }}{{ x }}"}, "run": {"check_rows": 0}}
+    dry_runs.write_job(**{**usual, **tables})
 
 
 def server(base: ChatServer) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from batchkit import Run
 from batchkit.errors import InputError, JobError, StoreError
 from batchkit.storage.score_store import ScoreLine, write_scores
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import process
+from tests.support.dry_runs import process, write_job
 from tests.support.rows import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -164,14 +164,8 @@ def test_steps_are_the_generations_of_a_row() -> None:
     steps = [{"name": "draft", "prompt": {"user": "{{ review }}"}}, {"name": "end"}]
     steps[1]["prompt"] = {"user": "{{ steps.draft.text }}"}
     Path("in.jsonl").write_text('{"review": "tea"}\n{"review": "cake"}\n')
-    job = {
-        "name": "a",
-        "input": {"path": "in.jsonl"},
-        "engine": {"kind": "dry-run"},
-        "steps": steps,
-    }
-    Path("a.toml").write_text(tomlkit.dumps(job))
-    assert batchkit("run", "a.toml").exit_code == 0
+    write_job(prompt=None, steps=steps)
+    assert batchkit("run", "job.toml").exit_code == 0
     assert [step["step"] for step in Run().steps(1)] == ["draft", "end"]
     assert make_run("plain").steps("r0") == []
 
