@@ -94,15 +94,6 @@ def test_no_rows_to_show_is_said() -> None:
     assert "no row failed" in found.stderr
 
 
-def test_what_a_row_holds_can_not_control_the_terminal() -> None:
-    write_rows([{"q": "\x1b]0;title\x07 \u202e", "\x1b[2J": 1}, {"\x1b[31m": 1}])
-    write_job()
-    run()
-    found = batchkit("show")
-    assert "\\u001b]0;title\\u0007" in found.stdout
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e]", found.stdout)
-
-
 def test_rows_are_shown_when_the_input_is_gone_or_came_from_a_program() -> None:
     prepare(3, output={"keep": ["q"]})
     run()

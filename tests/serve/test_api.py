@@ -26,6 +26,7 @@ from tests.support.api_server import (
     ended,
     faults_of,
     lines_of,
+    new_keys,
     request,
     serving,
     submit,
@@ -385,10 +386,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_key_sees_only_what_is_its_own(tmp_path: Path) -> None:
     keys = ("--api-key-file", "keys.txt")
-    one, other = (
-        batchkit("serve", *keys, "--new-key", name, cwd=tmp_path).stdout.strip()
-        for name in ("one", "other")
-    )
+    one, other = new_keys("one", "other", cwd=tmp_path)
     again = batchkit("serve", *keys, "--new-key", "one", cwd=tmp_path)
     assert again.returncode == 2
     assert "has a key 'one'" in again.stderr
@@ -442,7 +440,7 @@ def test_a_key_sees_only_what_is_its_own(tmp_path: Path) -> None:
 
 def test_a_key_has_limits(tmp_path: Path) -> None:
     keys = ("--api-key-file", "keys.txt")
-    key = batchkit("serve", *keys, "--new-key", "one", cwd=tmp_path).stdout.strip()
+    (key,) = new_keys("one", cwd=tmp_path)
     file = tmp_path / "keys.txt"
     file.write_text(f"{file.read_text().strip()} batches=1 rows=70000\n")
     with serving(*DRY, *keys, cwd=tmp_path) as served, served.client(key) as client:

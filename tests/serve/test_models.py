@@ -24,6 +24,7 @@ from tests.support.api_server import (
     content,
     ended,
     faults_of,
+    new_keys,
     request,
     serving,
     submit,
@@ -158,10 +159,7 @@ def test_models_on_servers_elsewhere_answer_side_by_side(tmp_path: Path) -> None
 def test_images_by_the_id_of_a_file_of_the_same_key(tmp_path: Path, demo_model: Path) -> None:
     job = job_file(tmp_path, engine={"model": str(demo_model), "options": SMALL})
     keys = (job, "--api-key-file", "keys.txt")
-    one, other = (
-        batchkit("serve", *keys, "--new-key", name, cwd=tmp_path).stdout.strip()
-        for name in ("one", "other")
-    )
+    one, other = new_keys("one", "other", cwd=tmp_path)
     image = io.BytesIO()
     Image.effect_noise((64, 64), 90).save(image, "PNG")
     data = base64.b64encode(image.getvalue()).decode()

@@ -14,7 +14,16 @@ import openai
 import pytest
 
 from batchkit import Run
-from tests.support.api_server import content, ended, job_file, request, serving, submit, texts_of
+from tests.support.api_server import (
+    content,
+    ended,
+    job_file,
+    new_keys,
+    request,
+    serving,
+    submit,
+    texts_of,
+)
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 
@@ -37,10 +46,7 @@ def test_storm_of_kills(tmp_path: Path, demo_model: Path) -> None:
     rng, order, made = random.Random(7), list(batches), dict[tuple[int, int], str]()
     rng.shuffle(order)
     args = (job_file(tmp_path, demo_model), "--api-key-file", "keys.txt")
-    keys = [
-        batchkit("serve", *args, "--new-key", f"k{n}", cwd=tmp_path).stdout.strip()
-        for n in range(KEYS)
-    ]
+    keys = new_keys(*(f"k{n}" for n in range(KEYS)), cwd=tmp_path)
     for _ in range(KILLS):
         with serving(*args, cwd=tmp_path, start=Fork) as served:
             clients, until_s = (

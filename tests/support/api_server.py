@@ -18,7 +18,7 @@ from openai.types import Batch
 from openai.types.batch_error import BatchError
 
 from tests.support.forks import LightFork
-from tests.support.own_process import begin
+from tests.support.own_process import batchkit, begin
 from tests.support.small_vllm import SMALL
 from tests.support.waiting import until
 
@@ -66,6 +66,12 @@ def serving(*args: str | Path, cwd: Path, start: type[Any] = LightFork) -> Itera
         reader.join()
         assert "Traceback" not in "".join(printed), "".join(printed)
         assert was_killed or code == 0, (code, printed)
+
+
+def new_keys(*names: str, cwd: Path) -> list[str]:
+    """A key of each name, in ``keys.txt``."""
+    args = ("serve", "--api-key-file", "keys.txt", "--new-key")
+    return [batchkit(*args, name, cwd=cwd).stdout.strip() for name in names]
 
 
 def request(custom_id: str, model: str, text: Any = "Hello", **body: Any) -> dict[str, Any]:
