@@ -16,7 +16,7 @@ import httpx
 import pytest
 import tomlkit
 
-from tests.support.dry_runs import RUN, changed_job, prepare, run, write_job, write_rows
+from tests.support.dry_runs import RUN, changed_job, finished, run, write_job, write_rows
 from tests.support.images import png
 from tests.support.own_process import batchkit, begin
 from tests.support.view_server import viewing
@@ -93,8 +93,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", FOREIGN)
 def test_no_file_is_opened_and_nothing_is_fetched(case: str, url: str, secret: Path) -> None:
     tables, problem = FOREIGN[case]
-    prepare(1)
-    run()
+    finished(1)
     Path("job.toml").unlink()
     if case == "prompt":
         path = RUN / "job.toml"
@@ -135,8 +134,7 @@ def test_files_are_opened_where_the_job_file_is_or_where_the_reader_says(
 
 @pytest.mark.release
 def test_a_template_has_five_seconds_and_the_page_ends_while_one_renders() -> None:
-    prepare(3)
-    run()
+    finished(3)
     changed_job(prompt={"user": ENDLESS})
     said = read_by_all()
     assert said.count("its template takes longer than 5 s") >= 3
@@ -154,8 +152,7 @@ def test_a_template_has_five_seconds_and_the_page_ends_while_one_renders() -> No
     "name", ["results.jsonl", "job.toml", "steps.jsonl", "scores.jsonl", ".lock"]
 )
 def test_a_pipe_in_place_of_a_file_keeps_no_page_waiting(name: str) -> None:
-    prepare(2)
-    run()
+    finished(2)
     (RUN / name).unlink(missing_ok=True)
     os.mkfifo(RUN / name)
     with viewing("output", cwd=Path.cwd()) as view:

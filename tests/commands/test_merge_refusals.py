@@ -13,7 +13,7 @@ from batchkit.storage.identity import CHANGING
 from batchkit.storage.runfolder import claim
 from tests.support.chat_server import MODEL, serving
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import manifest, prepare, run, shard, write_job, write_rows
+from tests.support.dry_runs import finished, manifest, prepare, run, shard, write_job, write_rows
 from tests.support.merges import MERGED, files, merge, run_shards
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
@@ -23,8 +23,7 @@ pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
     "override", ["prompt.user=Say {{ q }}", "input.where.key=k1", "input.id=key", "run.seed=7"]
 )
 def test_runs_of_different_jobs_are_refused_with_a_diff(override: str) -> None:
-    prepare(10)
-    run()
+    finished(10)
     run("--set", "name=b", "--set", override)
     before = files()
     refused = merge("output/a", "output/b", partial=True).refused()
@@ -142,8 +141,7 @@ def test_damaged_record_stops_the_merge_and_leaves_nothing() -> None:
 
 
 def test_what_is_no_run_is_refused() -> None:
-    prepare(5)
-    run()
+    finished(5)
     assert "neither a run folder" in merge("output/a", "nowhere").stderr
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from batchkit.storage.lines import answers_in_words
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import RUN, prepare, process, run, write_job, write_rows
+from tests.support.dry_runs import RUN, finished, prepare, process, run, write_job, write_rows
 from tests.support.images import png
 from tests.support.own_process import begin
 from tests.support.waiting import until
@@ -87,16 +87,14 @@ def test_json_has_the_records_with_their_prompts() -> None:
 
 
 def test_no_rows_to_show_is_said() -> None:
-    prepare(2)
-    run()
+    finished(2)
     found = batchkit("show", "--failed")
     assert (found.exit_code, found.stdout) == (0, "")
     assert "no row failed" in found.stderr
 
 
 def test_rows_are_shown_when_the_input_is_gone_or_came_from_a_program() -> None:
-    prepare(3, output={"keep": ["q"]})
-    run()
+    finished(3, output={"keep": ["q"]})
     Path("in.jsonl").unlink()
     found = batchkit("show", "-n", "1")
     assert "q = 'question 0'" in found.stdout

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import LOG, RUN, prepare, rows_that_fail, run, write_job
+from tests.support.dry_runs import LOG, RUN, finished, prepare, rows_that_fail, run, write_job
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
@@ -76,8 +76,7 @@ def plant_wrong_counts() -> None:
     ],
 )
 def test_verify_finds_a_planted_fault(plant: Callable[[], None], found_out: dict[str, Any]) -> None:
-    prepare(10)
-    run()
+    finished(10)
     plant()
     found = batchkit("verify", "--json")
     assert found.json | found_out == found.json
@@ -88,8 +87,7 @@ def test_verify_finds_a_planted_fault(plant: Callable[[], None], found_out: dict
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 7}', "null"])
 def test_verify_outlives_a_damaged_checkpoint_and_counts_torn_bytes(content: str) -> None:
     """The next start cuts them off; no finished row is in them."""
-    prepare(10)
-    run()
+    finished(10)
     with LOG.open("ab") as log:
         log.write(b'{"index":10,"id":"1')
     found = batchkit("verify", "--json")

@@ -16,6 +16,7 @@ from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
     LOG,
     RUN,
+    finished,
     manifest,
     prepare,
     records,
@@ -70,8 +71,7 @@ def test_the_list_has_all_runs_and_a_run_says_what_status_says(view: Viewed) -> 
 
 @pytest.mark.parametrize("host", ["::1", "localhost", "0.0.0.0"])
 def test_a_single_run_is_its_own_home_page_on_any_host(tmp_path: Path, host: str) -> None:
-    prepare(3)
-    run()
+    finished(3)
     with viewing("output/a", "--host", host, cwd=tmp_path) as view:
         home = view.client.get("/", follow_redirects=False)
         assert home.headers["location"] == "/run/a"
@@ -88,8 +88,7 @@ def test_what_is_not_there_is_named(view: Viewed) -> None:
 
 
 def test_events_of_the_engine_have_their_time(view: Viewed) -> None:
-    prepare(3)
-    run()
+    finished(3)
     run("--set", "input.limit=3")
     noted = manifest()
     time, worker = "2026-11-21T01:02:03.456Z", {"worker": 0, "state": "ready", "node": "n1"}
@@ -167,8 +166,7 @@ def test_a_line_appears_once_and_when_it_is_whole_and_a_newer_one_takes_its_plac
 
 def test_records_of_other_programs_are_rows(view: Viewed) -> None:
     """Old and odd ones that the readers of the log accept, and lines that no reader accepts."""
-    prepare(3)
-    run()
+    finished(3)
     whole = json.loads(LOG.read_bytes().splitlines()[0])
     plain = {**whole, "id": "x", "status": "ok", "text": "yes"}
     lines = [
@@ -195,8 +193,7 @@ def test_records_of_other_programs_are_rows(view: Viewed) -> None:
 
 
 def test_a_log_that_was_replaced_moved_aside_and_deleted(view: Viewed) -> None:
-    prepare(6)
-    run()
+    finished(6)
     view.rows()
     write_job(prompt={"user": "Now: {{ q }}"}, output={"keep": ["q"]})
     assert run("--on-change", "requeue").exit_code == 0
@@ -218,8 +215,7 @@ def test_a_log_that_was_replaced_moved_aside_and_deleted(view: Viewed) -> None:
 
 
 def test_damage_is_reported_until_it_is_repaired(view: Viewed) -> None:
-    prepare(40)
-    run()
+    finished(40)
     raw = LOG.read_bytes()
     lines = raw.splitlines(keepends=True)
     LOG.write_bytes(b"".join([*lines[:3], b"x" * (len(lines[3]) - 1) + b"\n", *lines[4:]]))
@@ -237,8 +233,7 @@ def test_damage_is_reported_until_it_is_repaired(view: Viewed) -> None:
 
 @pytest.mark.parametrize("name", ["manifest.json", "job.toml", "results.jsonl"])
 def test_a_file_that_is_no_file_of_a_run(view: Viewed, name: str) -> None:
-    prepare(4)
-    run()
+    finished(4)
     (RUN / name).write_bytes(b"\0\xff nothing\n")
     answer = view.client.get("/api/runs/a/rows")
     if name == "results.jsonl":
@@ -252,15 +247,13 @@ def test_a_file_that_is_no_file_of_a_run(view: Viewed, name: str) -> None:
 
 
 def test_secrets_are_masked(view: Viewed) -> None:
-    prepare(3, engine={"options": {}}, vars={"api_key": "hush-hush-123"})
-    run()
+    finished(3, engine={"options": {}}, vars={"api_key": "hush-hush-123"})
     for path in ("runs", "runs/a", "runs/a/rows", "runs/a/rows/1", "runs/a/metrics"):
         assert "hush-hush-123" not in json.dumps(view.get(path))
 
 
 def test_a_run_that_can_not_be_written_is_shown(tmp_path: Path) -> None:
-    prepare(20)
-    run()
+    finished(20)
     with mounted(RUN, "--bind", "-o", "ro", source=RUN), viewing(RUN, cwd=tmp_path) as view:
         assert view.rows()["total"] == 20
         assert view.get("runs/a")["state"] == "finished"
@@ -268,8 +261,7 @@ def test_a_run_that_can_not_be_written_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_it_ends_at_once_while_a_page_is_open(tmp_path: Path, signum: signal.Signals) -> None:
-    prepare(5)
-    run()
+    finished(5)
     process = begin("view", "output/a", "--port", "0", cwd=tmp_path)
     assert process.stdout is not None
     with httpx.Client(base_url=process.stdout.readline().strip(), trust_env=False) as client:
