@@ -109,6 +109,7 @@ def test_no_command_shows_the_help() -> None:
 @pytest.mark.parametrize(
     "args",
     [
+        ["nonsense"],
         ["run"],
         ["run", "--model", "m"],
         ["run", "--input", "rows.jsonl"],

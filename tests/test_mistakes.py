@@ -208,6 +208,7 @@ SET = {  # a key that is set for ``run``, and what is said of it
     "'prompt.images=[\"label\"]'": "prompt.images: label is a column: write {{ label }}",
     "'prompt.images=[\"{label}\"]'": "prompt.images: label is a column: write {{ label }}",
     "engine.kind=VLLM": "did you mean 'vllm'?",
+    "engine.api_key=good": "unknown key; did you mean 'api_key_env'?",
     "prompt=x": "expected table; set one of its keys, for example prompt.user",
     "input=x": "expected table; set one of its keys, for example input.path",
     f"run.on_end={'x' * 20_000}": "run.on_end: found 20,000 characters, at most 16,384; put the",
@@ -218,14 +219,18 @@ REFUSED = {
     "diff a b": "Did you mean 'batchkit compare'?",
     "export output/mood --xlsx": "Did you mean '--csv'?",
     "show output/mood r1": "a row is named by --id ID",
-    "run job.toml --fresh --skip-from output/mod": "not a run folder; did you mean 'output/mood'?",
+    "run job.toml --fresh --skip-from output/mod": (
+        "--skip-from output/mod: not a run folder; did you mean 'output/mood'?"
+    ),
 }
 KEYS = [
     *(Mistake(f"run job.toml --set {given}", said) for given, said in SET.items()),
     *(Mistake(f"run job.toml\n{command}", said) for command, said in REFUSED.items()),
     *(
         Mistake(
-            f"run job.toml --set engine.api_key_env={key}", "engine.api_key_env: ", never=(key,)
+            f"run job.toml --set engine.api_key_env={key}",
+            "engine.api_key_env: expected the name of an environment variable",
+            never=(key,),
         )
         for key in ("sk-good", "hf_aBcDeFgHiJkLmNoPqRsTuVwX")
     ),
@@ -351,7 +356,7 @@ KEYS = [
     *(
         Mistake(command, said, exit_code, {"mine.csv": REVIEWS, "mine.jsonl": '{"a": 1}\n'})
         for command, said, exit_code in (
-            ("run job.toml\nexport --csv mine.csv", "exists, and was not written by batchkit", 2),
+            ("run job.toml\nexport --csv mine.csv", "mine.csv: exists, and was not written by", 2),
             ("run job.toml\nexport --jsonl mine.jsonl", "or replace it with --force", 2),
             ("run job.toml\nexport --csv mine.csv --force", "mine.csv: 3 rows", 0),
             ("run job.toml\nexport --csv a.csv\nexport --csv a.csv", "a.csv: 3 rows", 0),
@@ -390,6 +395,7 @@ KEYS = [
         },
         never="c5000",
     ),
+    Mistake("run job.toml\nrun job.toml", "results.jsonl: is missing", 1, gone=LOG),
     Mistake("run job.toml\nstatus output/mood", "but no manifest.json", 1, gone=(LOG, MANIFEST)),
 ]
 

@@ -68,7 +68,7 @@ COMMANDS = [
         Mistake(f"run job.toml {given}", words, never="ok, 0 failed")
         for given, words in (
             ("--output nosuch://b/a.csv", "--output: nosuch://b/a.csv: can't be written to"),
-            ("--output https://b/a.csv", "https://b/a.csv: can't be written to; give s3://"),
+            ("--output https://b/a.csv", "--output https://b/a.csv: can't be written to"),
             ("--set 'output.export=[\"nosuch://b/a.csv\"]'", "nosuch://b/a.csv: can't be written"),
             ("--set 'output.export=[\"a.xlsx\"]'", "a.xlsx: unknown suffix; use .parquet"),
             ("--set 'output.export=[\"parqet\"]'", "did you mean 'parquet'?"),

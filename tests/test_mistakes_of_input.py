@@ -158,7 +158,11 @@ ROWS = [
             ("report output/mood output/mood", "to compare runs: batchkit compare RUN RUN", 2),
             (f"{ONE_LINE} --prompt 'M {{{{ review }}}}' --keep label,stars", '"ok": 3', 0),
             (f"{ONE_LINE} --prompt 'M\\n{{{{ review }}}}'", r"contains \n as two characters", 0),
-            ("run job.toml\nexport output/mood --csv output", "is a folder; give a file in it", 2),
+            (
+                "run job.toml\nexport output/mood --csv output",
+                "output: is a folder; give a file",
+                2,
+            ),
         ]
     ),
 ]

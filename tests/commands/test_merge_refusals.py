@@ -143,6 +143,9 @@ def test_damaged_record_stops_the_merge_and_leaves_nothing() -> None:
 def test_what_is_no_run_is_refused() -> None:
     finished(5)
     assert "neither a run folder" in merge("output/a", "nowhere").stderr
+    (Path("output/a") / "results.jsonl").unlink()
+    assert "results.jsonl: is missing" in merge("output/a").refused(1)
+    assert not MERGED.exists()
 
 
 def test_job_file_stands_for_no_run_while_there_are_only_shards() -> None:

@@ -72,6 +72,15 @@ def checked(job: Job, *command: str) -> Any:
     return batchkit(*(command or ("validate",)), "job.toml")
 
 
+def test_rows_are_checked_with_the_first_step() -> None:
+    job = steps()
+    job["steps"][0]["prompt"]["user"] = "{{ missing }}"
+    found = checked(job, "validate", "--json")
+    assert found.exit_code == 3
+    assert found.json["failed_by_kind"] == {"template": 3}
+    assert "'missing' is undefined" in found.json["problems"][0]["message"]
+
+
 def test_a_first_step_that_is_skipped_is_not_checked(text_model: Path) -> None:
     """The next one is, with its own engine; neither is a reason not to begin."""
     rows = [{"q": "q0"}, {"q": "q1", "photo": "gone.png"}, {"q": "word " * 2000}]
