@@ -142,6 +142,7 @@ def test_wrong_command_line_exits_with_2_and_says_so_on_stderr(
         (["status", "job.toml"], "start one with `batchkit run job.toml`"),
         (["merge", "job.toml", "--into", "output/b"], "there is no run in this folder"),
         (["retry-failed", "job.toml", "--kind", "bad"], "known kinds are template, media"),
+        (["demo", "model", "job.toml"], "job.toml"),
     ],
 )
 def test_wrong_job_or_run_exits_with_2_and_says_so_on_stderr(

@@ -301,6 +301,9 @@ def test_bad_command_lines(options: str, message: str) -> None:
 
 
 def test_a_job_file_that_can_not_be_written_is_known_before_the_first_trial(folder: Path) -> None:
+    (folder / "job.toml").write_text(
+        'engine = { kind = "dry-run" }\n[input]\npath = "rows.jsonl"\n'
+    )
     folder.chmod(0o500)
     try:
         ended = tried("find-bs job.toml --write")
