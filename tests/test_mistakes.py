@@ -307,7 +307,7 @@ KEYS = [
         for command in ("run", "validate")
         for change, said in {
             "--set input.path=head.csv": "head.csv: has no rows",
-            "--set 'input.where={label=\"none\"}'": "no row has what input.where asks for: label",
+            "--set 'input.where={label=\"none\"}'": "no row matches input.where: label",
         }.items()
     ),
     # What other tools call it is said together with unknown keys.

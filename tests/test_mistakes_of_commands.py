@@ -36,7 +36,7 @@ COMMANDS = [
     # An option that counts once is given once.
     Mistake(
         f"{ONE_LINE} --input more.csv --prompt A",
-        ("--input is given twice, and only one counts", "a quoted glob reads several files"),
+        ("--input is given twice, but may be given only once", "a quoted glob reads several files"),
     ),
     *(
         Mistake(command, f"{flag} is given twice, and only one counts: keep one")
@@ -137,7 +137,7 @@ VALUES = [
         "run job.toml --set sampling=0": "set one of its keys, for example sampling.temperature",
         "run job.toml --set budget.max_seconds=1h": "expected number > 0; write the number of seconds",
         "run job.toml --set input.path=old.xls": "is a workbook of Excel before 2007; save it as .xlsx",
-        "run job.toml --fresh --on-change requeue": "keeps answers of the old one: give only one of them",
+        "run job.toml --fresh --on-change requeue": "keeps answers of the old run: give only one of them",
         "merge output/mood": "--into is missing: batchkit merge output/a output/b --into output/ab",
         "export output/mood/results.jsonl --csv": "a file of a run; name the run's folder: output/mood",
         "run job.toml --fresh --set 'prompt.user={{ row.Review }}'": "did you mean 'review'?",

@@ -59,7 +59,7 @@ SYNTAX = [
     *(
         Mistake(
             f"{command} job.toml --set 'input.cross={{t=[0,0.7]}}'",
-            ("input.cross.t: no template reads it, so", "write {{ t }}", "sampling.n"),
+            ("input.cross.t: no template reads this key, so", "write {{ t }}", "sampling.n"),
         )
         for command in ("run", "validate")
     ),
@@ -98,7 +98,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "s.csv": ("id, review\n1,a\n2,b\n3,c\n", 'write {{ row[" review"] }}'),
     "h.csv": (
         "r1,Good soup,5\nr2,Late,1\nr3,Usual,3\nr4,Fine,4\n",
-        "line 1 of a CSV is read as its header",
+        "if the input is a CSV file without a header",
     ),
 }
 SPLIT = "quote a prompt and a glob, because the shell splits"
@@ -176,7 +176,7 @@ ROWS += [
         gone="rows.csv",
     )
     for more, said, code in [
-        ("", f"{GONE}…; bring the input back, or give --without-input", 2),
+        ("", f"{GONE}…; restore the input, or give --without-input", 2),
         (" --without-input", GONE, 0),
     ]
 ]
@@ -223,7 +223,7 @@ MESSAGES = [
     for row, said, code in [
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
-            "end with the assistant's turn: leave it out to get a new answer",
+            "end with the assistant's turn: leave this turn out to get a new answer",
             0,
         ),
         (

@@ -169,7 +169,7 @@ def run(
     how = {name: keys.pop(name) for name in ("fresh", "on_change", "skip_from")}
     if how["fresh"] and how["on_change"] == "requeue":
         raise click.UsageError(
-            "--fresh begins a new run, and --on-change requeue keeps answers of the old one: give only one of them"
+            "--fresh begins a new run, but --on-change requeue keeps answers of the old run: give only one of them"
         )
     given = options.given_keys(keys)
     jobs, is_varied = _jobs_to_run(job, overrides, given, vary, shard)
@@ -190,7 +190,7 @@ def run(
         raise SystemExit(run_variants(jobs, say=say, ended=_print_end, **how))
     (single,) = jobs
     if job is None:
-        ids = f"the column {single.input.id} names the rows; " * (single.input.id is not None)
+        ids = f"the column {single.input.id} has the row ids; " * (single.input.id is not None)
         say(f"{ids}the run folder is {single.folder}; the same command resumes the run")
     outcome = run_job(single, output=output, say=say, **how)
     _print_end(outcome)
@@ -376,7 +376,7 @@ def export(
     from batchkit.config.seams import EXPORTS
 
     def refuse(text: str) -> NoReturn:
-        raise JobError(f"{text}; bring the input back, or give --without-input")
+        raise JobError(f"{text}; restore the input, or give --without-input")
 
     named = {name: path for name, path in formats.items() if path is not None}
     if safe_csv:

@@ -53,7 +53,7 @@ class Cli(click.Group):
         )
         if name in self.commands or here is None:
             return super().resolve_command(ctx, args)
-        resumes = ", which resumes what it began" * here.startswith("batchkit run")
+        resumes = ", which also resumes an interrupted run" * here.startswith("batchkit run")
         raise click.UsageError(f"No such command {name!r}. Did you mean {here!r}{resumes}?", ctx)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -95,7 +95,8 @@ def _check_given_once(ctx: click.Context, args: list[str]) -> None:
         if is_single and given.count(option) > 1:
             several = "; a quoted glob reads several files" * (option.opts[0] == "--input")
             raise click.UsageError(
-                f"{option.opts[0]} is given twice, and only one counts: keep one{several}", ctx
+                f"{option.opts[0]} is given twice, but may be given only once: keep one{several}",
+                ctx,
             )
 
 
@@ -107,7 +108,7 @@ def _in_our_words(error: click.UsageError) -> str:
         return f"No such option {error.option_name!r}. Did you mean {here!r}?"
     message = error.format_message()
     remedies = {
-        "show": "; a row is named by --id ID",
+        "show": "; select a row with --id ID",
         "report": "; to compare runs: batchkit compare RUN RUN",
         "run": f"; {QUOTE}",
     }

@@ -115,7 +115,7 @@ def _loaded(jobs: Sequence[Path], models: Texts, overrides: Texts) -> Iterator[J
             loaded = make_job(table, "the command line", overrides, given)
         if not loaded.may_have_lines or loaded.steps or loaded.rollout:
             raise JobError(
-                "the job sets prompt, pair, steps or rollout: leave these tables out, because the lines of a batch are"
-                " complete requests"
+                "the job sets [prompt], [pair], [[steps]] or [rollout], but the lines of a batch are complete requests:"
+                " leave these tables out"
             )
         yield loaded

@@ -206,8 +206,8 @@ def _check_places(runs: Sequence[Path], into: Path) -> None:
             raise JobError(f"{folder}: is named twice; name each run once")
     if os.path.lexists(into):
         raise JobError(
-            f"--into {into}: exists already and is not changed; move it away, or name a new"
-            " folder (list this one among the runs to include its rows)"
+            f"--into {into}: exists already, and merge never changes a folder; move it away, or name a"
+            " new folder (to include its rows, list it among the runs)"
         )
 
 

@@ -145,8 +145,8 @@ def _check_overrides(overrides: Sequence[str], folder: Path) -> None:
             )
         if key.startswith("input") and key != "input.path":
             raise JobError(
-                f"--set {setting}: a retry can't change which rows the run has; of [input], only path can be set,"
-                " for an input that was moved"
+                f"--set {setting}: a retry can't change which rows the run has; in [input], a retry may only"
+                " set path, for an input that was moved"
             )
 
 
@@ -160,7 +160,7 @@ def _check_answerable(job: JobConfig, begun: JobConfig, folder: Path) -> None:
         )
     if job.input.path is None:
         raise JobError(
-            f"{folder}: its rows came from Python, so only the program that has them can retry them, with"
+            f"{folder}: its rows came from Python, so retry them in the program that has these rows, with"
             f" processor.retry({{index: attempt}}, rows=rows); `batchkit show --failed {folder}` lists the failed rows"
         )
 

@@ -72,16 +72,18 @@ def _as_in_job_file(
     known = {*said, *(doing._replace(what=masked(doing.what)) for doing in said)}
     given = {override.partition("=")[0].strip() for override in overrides}
     foreign = [doing for doing in due if doing not in known and not given.issuperset(doing.keys)]
-    why = f"only {folder / JOB} sets it" if theirs is None else f"{file} sets it differently"
+    where = f"only {folder / JOB} has" if theirs is None else f"{file} does not have"
     if refused := [doing.line for doing in foreign if doing.keys[0] not in OPTIONAL]:
         lines = "\n".join(f"  {line}" for line in refused)
         raise JobError(
-            f"{why}, and batchkit does not trust a run folder with the following:\n{lines}\nGive the job file that"
-            " sets it, or allow it with --trust"
+            f"{where} the following settings, and batchkit does not trust a run folder with them:\n{lines}\nGive the"
+            " job file that has these settings, or allow them with --trust"
         )
     for doing in foreign:
         (key,) = doing.keys
-        say(f"{key} is ignored, because {why} (--trust {OPTIONAL[key]} it): {doing.line}")
+        say(
+            f"{key} is ignored, because {where} this value (--trust {OPTIONAL[key]} it): {doing.line}"
+        )
     return _with_optional(job, job if theirs is None else theirs, given, foreign)
 
 

@@ -83,7 +83,7 @@ def _fault_in_regex(pattern: Any) -> str | None:
         re.compile(pattern)
     except re.error as error:
         if not str(error).startswith(_OTHER_DIALECT):
-            return f"not a valid regular expression: {error}: {shortened(pattern)!r}"
+            return f"{shortened(pattern)!r} is not a valid regular expression: {error}"
     except (TypeError, RecursionError, OverflowError) as error:
         return f"not a valid regular expression: {error}"
     return None

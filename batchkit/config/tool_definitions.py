@@ -56,7 +56,7 @@ def check_tools(tools: Any) -> None:
         if detail["type"] == "missing":
             found = "is missing"
         if not detail["loc"]:
-            raise ValueError(f"{found}, expected a list of {_SHAPE}") from None
+            raise ValueError(f"{found}, expected a list of at least one {_SHAPE}") from None
         place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in detail["loc"])
         raise ValueError(f"{place}: {found}, expected {_SHAPE}") from None
     for name in {name for name in names if names.count(name) > 1}:
@@ -93,7 +93,7 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]] | None) -> Any:
     known = None if tools is None else [tool["function"]["name"] for tool in tools]
     if known is not None and name not in known:
         hint = did_you_mean(name, known) or f"; tools has {', '.join(known)}"
-        raise ValueError(f"no tool is called {name!r}{hint}")
+        raise ValueError(f"no tool has the name {name!r}{hint}")
     return {"type": "function", "function": {"name": name}}
 
 

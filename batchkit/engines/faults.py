@@ -114,7 +114,7 @@ class StartFailed(EngineDied):
         log: Path | None = None,
     ) -> None:
         super().__init__(fault)
-        self.args = (message if log is None else f"{message}; its output is in {log}",)
+        self.args = (message if log is None else f"{message}; the output is in {log}",)
         self.message = message
         self.limits = limits
 

@@ -49,7 +49,7 @@ def missing_model(model: str) -> str | None:
     None."""
     folder = Path(model)
     if folder.is_dir() and not any(map(_is_of_a_model, folder.iterdir())):
-        found = f"{model} holds no model: it has no config.json"
+        found = f"{model} is not a model's folder: it has no config.json"
     elif not folder.exists() and (folder.is_absolute() or model.startswith(".")):
         found = f"no folder {model}"
     elif (

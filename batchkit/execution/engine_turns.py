@@ -52,7 +52,9 @@ def grouping_of(job: JobConfig) -> Grouping:
     if not obstacle:
         return Grouping([names], "engines are loaded together", environments)
     shown = " and ".join(map(_label, own))
-    why = f"one engine is loaded at a time, for all rows: {shown} hold a model each, and {obstacle}"
+    why = (
+        f"engines are loaded one after the other, because {shown} each hold a model and {obstacle}"
+    )
     others = [name for name in names if name not in own]
     return Grouping([[name, *others] for name in own], why)
 
@@ -92,7 +94,7 @@ def _obstacle(engines: Collection[EngineTable], needed: int, room: float | None)
     if room is None:
         return "workers.gpus is not set"
     if any(engine.server is not None for engine in engines):
-        return "a server's GPUs are known only to its own command"
+        return "it is unknown which GPUs a server uses"
     if room < needed:
         return f"they need {needed} GPUs, but there are {room:g}"
     return ""

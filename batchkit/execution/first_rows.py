@@ -163,7 +163,7 @@ def check_uses_a_column(job: JobConfig, row: Row) -> None:
         return
     raise JobError(
         f"prompt: no column is used, so the prompts of all rows are equal{_meant(texts, row.fields)};"
-        " set prompt.allow_constant = true to send it anyway"
+        " to send the same prompt for all rows, set prompt.allow_constant = true"
     )
 
 
@@ -186,7 +186,7 @@ def _check_names(job: JobConfig, fields: Mapping[str, Any]) -> None:
         read |= {*names, its.sampling.sampling_column, ROW if made.user is None else None}
     for name in job.input.cross.keys() - read if ROW not in read else ():
         raise JobError(
-            f"input.cross.{name}: no template reads it, so rows would only repeat: write {{{{ {name} }}}} in the"
+            f"input.cross.{name}: no template reads this key, so rows would only repeat: write {{{{ {name} }}}} in the"
             " prompt or in [sampling]; for several answers to one prompt set sampling.n"
         )
 
@@ -196,12 +196,12 @@ def _meant(texts: Sequence[str], fields: Mapping[str, Any]) -> str:
     meant."""
     for text in texts:
         if (file := Path(text.strip().removeprefix("@"))).suffix and file.is_file():
-            return f": it is the name of a file, which prompt.user_file = {str(file)!r} reads"
+            return f"; to send the text of this file, set prompt.user_file = {str(file)!r}"
         for found in re.finditer(r"\$?\{\s*([^{}]+?)\s*\}", text):
             if found[1] in fields:
-                return f": write {{{{ {found[1]} }}}} for {found[0]}"
+                return f"; write {{{{ {found[1]} }}}} instead of {found[0]}"
     longest = max(fields, key=lambda name: len(str(fields[name])), default="column")
-    return f": write {{{{ {longest} }}}} where it belongs"
+    return f"; write {{{{ {longest} }}}} where the value of this column belongs"
 
 
 def check_columns(rows: Iterable[Row], job: JobConfig) -> None:
@@ -248,12 +248,12 @@ def blanks_in(rows: Iterable[Row], job: JobConfig) -> Iterator[str]:
                 first = "first "
                 break
     then = {
-        "keep": 'which are sent anyway; input.empty = "skip" leaves them out',
-        "skip": "which are left out",
-        "fail": "which fail",
+        "keep": 'these rows are sent anyway; input.empty = "skip" leaves them out',
+        "skip": "these rows are left out",
+        "fail": "these rows fail",
     }[job.input.empty]
     for name, count in blank.items():
-        yield f"{name} is empty in {count:,} of the {first}{n_rows:,} rows, {then}"
+        yield f"{name} is empty in {count:,} of the {first}{n_rows:,} rows; {then}"
 
 
 def _fields_named(job: JobConfig) -> list[tuple[str, str]]:
@@ -303,7 +303,7 @@ def _of_generation(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
     ):
         yield (
             f"sampling.max_tokens: {wanted} leaves no room for a prompt: engine.options.max_model_len is {most},"
-            " for prompt and answer together; an answer ends when both reach it"
+            " for prompt and answer together; an answer ends when both together reach this limit"
         )
     yield from _prompt_hints(job, first)
     if (column := job.sampling.sampling_column) is not None:
@@ -327,7 +327,7 @@ def _prompt_hints(job: JobConfig, first: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name} of the first row is {kind}, which the prompt shows in Python's notation; {fix}"
     match first.get("messages"):
         case [*_, {"role": "assistant"}] if made.user is None:
-            yield "messages of the first row end with the assistant's turn: leave it out to get a new answer"
+            yield "messages of the first row end with the assistant's turn: leave this turn out to get a new answer"
     answers = (job.params().get("structured_outputs") or {}).get("choice") or job.scoring.choices
     right = first.get(job.scoring.reference or "")
     if answers and right is not None and str(right) not in answers:

@@ -169,7 +169,7 @@ class ProductionBatchProcessor:
         """
         job = self.job if name is None else _named(self.job, name)
         if rows is None and job.input.path is None:
-            raise JobError("no rows: give some to process(), or set the job's input.path")
+            raise JobError("no rows: pass rows to process(), or set the job's input.path")
         source: Input | None = None
         if rows is not None:
             source = from_python(rows, job.input)
@@ -179,7 +179,7 @@ class ProductionBatchProcessor:
             self._say(line)
         if job.output.export:
             self._say(
-                "output.export: process() ignores it; use `batchkit run` or `batchkit export`"
+                "output.export: process() ignores this key; use `batchkit run` or `batchkit export`"
             )
         try:
             with notifying(job, self._say) as ended:

@@ -95,7 +95,7 @@ def repair_held(folder: Path, lock: Claim, compared_with: Callable[[Records], Co
     elif damage is not None:  # all lines are whole, but fewer than at the checkpoint
         said += f"\naccepted as it is: {damage}"
     if too_few:
-        said += f"\n{len(too_few):,} rows have lost generations; they keep their answers"
+        said += f"\n{len(too_few):,} rows have lost generations; the rows' answers are kept"
     return said
 
 

@@ -82,7 +82,7 @@ def replacing_logs(folder: Path, verb: str) -> Iterator[Path]:
         sync_folder(folder)
     except (OSError, StoreError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise StoreError(f"{folder}: can't {verb}, the run is unchanged: {reason}") from error
+        raise StoreError(f"{folder}: can't {verb} ({reason}); the run is unchanged") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -106,7 +106,7 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
             if _has_run(folder):
                 raise StoreError(
                     f"{folder}: another process began a run here while this one moved the earlier run"
-                    " aside; wait for it, then run the same command again"
+                    " aside; wait until that run ends, then run the same command again"
                 )
         manifest = new
         if is_run(folder):

@@ -163,7 +163,7 @@ class Stop:
         if in_flight and not is_due and not self._is_announced:
             self._is_announced = True
             cause = f" at {self.by}" if self.by else ""
-            time_left = "waiting" if drain_s is None else f"up to {drain_s:.0f} s"
+            time_left = "waiting" if drain_s is None else f"waiting up to {drain_s:.0f} s"
             self._say(
                 f"stopping{cause}: {time_left} for {in_flight} rows in flight;"
                 " interrupt again to stop immediately"

@@ -104,8 +104,8 @@ class RunSummary:
             rows = f"{self.failed:,} failed rows are left"
         key = budget.partition(" ")[0]
         if key == "budget.max_seconds":
-            return f"{rows}; the same command continues"
-        return f"{rows}; to continue, raise it: --set {key}=…"
+            return f"{rows}; run the same command to continue"
+        return f"{rows}; to continue, raise this limit: --set {key}=…"
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the newest record of each row, in input order.
@@ -151,8 +151,8 @@ class RunSummary:
         folder = Path(self.folder)
         if (began := read_manifest(folder).created_at) != self.run:
             raise StoreError(
-                f"{folder}: holds another run since {began}; this one was moved aside, to {folder}.1 or a"
-                " higher number. Read its results before the next run begins, or give each run another name"
+                f"{folder}: holds another run since {began}; this run was moved aside, to {folder}.1 or a"
+                " higher number. Read the results of a run before the next run begins, or give each run another name"
             )
         return folder
 

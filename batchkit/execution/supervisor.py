@@ -202,10 +202,12 @@ class SupervisedEngine:
         held = f"{host_gb:.1f} GiB (run.max_host_gb = {limit:g})"
         if self._host_gb_at_start > limit:
             if is_new:
-                self._say(f"a new engine already uses {held}: a restart would not help")
+                self._say(
+                    f"a new engine already uses {held}: a restart would not help; raise run.max_host_gb"
+                )
             return
         if host_gb > limit:
-            self._restart_due = f"its process uses {held}"
+            self._restart_due = f"the engine's process uses {held}"
             if self._since_growth < _STRETCH:  # twice within a short time: the batch is too large
                 self._make_smaller(Fault("oom", "run.max_host_gb", self._restart_due))
             self._since_growth = 0

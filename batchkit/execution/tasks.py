@@ -202,11 +202,15 @@ class Tasks:
         else:
             total, totals = self._total.wait(), self._run.ledger.totals
             missing = 0 if total is None else total - self.elsewhere - totals.ok - totals.failed
+        if missing > 0 and self._start.is_retry:
+            raise BrokenInputError(
+                f"{missing:,} of the {len(self._attempts):,} rows to retry are not in the input. Every finished row is"
+                " on disk; check the row indexes, or restore the complete input, then retry again"
+            )
         if missing > 0:
             raise BrokenInputError(
-                f"{missing:,} rows have no record at the end: they were counted in the input, or requested by"
-                " the retry, but were missing when the run read the input. Every finished row is on disk; restore"
-                " the whole input and run again"
+                f"{missing:,} rows have no record: the input had fewer rows when the run read it than when it was"
+                " counted. Every finished row is on disk; restore the complete input, then run the same command again"
             )
 
     def _without_records(self) -> Iterator[Row]:

@@ -95,7 +95,7 @@ def _check_bytes(start: bytes, n_bytes: int) -> None:
     if n_bytes < said < _UNKNOWN_SIZE:
         raise ChildRefusal(
             "unreadable",
-            f"is truncated: its header says {said:,} bytes, but it has {n_bytes:,}; save it again",
+            f"is truncated: its header says {said:,} bytes, but the file has {n_bytes:,}; save it again",
         )
 
 

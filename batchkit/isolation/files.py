@@ -70,15 +70,17 @@ class FileReader(NamedTuple):
         try:
             kind, found = client.ask(self.handler, self.task, marshal.dumps(question), limit_s)
         except TimeoutError:
-            raise FileProcessError(f"can't be read within {limit_s:g} s; save it again") from None
+            raise FileProcessError(
+                f"reading the file took longer than {limit_s:g} s; save it again"
+            ) from None
         except client.Gone as gone:
             code = gone.returncode
             if code == _KILLED or code is None or code >= 0:
                 raise FileProcessError(
-                    "the process that reads it was killed twice; the machine may be short of memory"
+                    "the process that reads the file was killed twice; the machine may be short of memory"
                 ) from None
             raise UnreadableFileError(
-                f"{self.library} crashed while reading it ({signal.Signals(-code).name}): the file is broken, or"
+                f"{self.library} crashed while reading the file ({signal.Signals(-code).name}): the file is broken, or"
                 f" reading it needs more than {memory_bytes:,} bytes of memory; {self.remedy}"
             ) from None
         match kind:
@@ -86,7 +88,7 @@ class FileReader(NamedTuple):
                 return found
             case "memory":
                 raise MemoryLimitError(
-                    f"reading it needs more than {memory_bytes:,} bytes of memory"
+                    f"reading the file needs more than {memory_bytes:,} bytes of memory"
                 )
             case "error":  # libraries do not document what they raise for broken files
                 raise UnreadableFileError(f"is broken ({found}); save it again")

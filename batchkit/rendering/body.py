@@ -86,7 +86,7 @@ def messages_of(body: Any) -> tuple[Any, str | None]:
     if not isinstance(prompt, str):
         raise RequestError(
             "body: has neither messages nor a prompt that is one text; write one line for each prompt,"
-            " as text instead of token ids"
+            " and write the prompt as text, not as token ids"
         )
     return None, prompt
 

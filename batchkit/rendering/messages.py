@@ -164,7 +164,7 @@ def placed(
             parts.append(media[kind].pop(0))
         else:
             raise RequestError(
-                f"prompt.user: has {{{{ {kind} }}}} more often than prompt.{kind}s names a file;"
+                f"prompt.user: has more {{{{ {kind} }}}} than prompt.{kind}s has files;"
                 f" write {{{{ row.{kind} }}}} for a column of that name"
             )
     return parts

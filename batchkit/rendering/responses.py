@@ -118,7 +118,7 @@ def _message(item: Any, place: str) -> dict[str, Any]:
         content = _content(item.get("output"), place)
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
     raise RequestError(
-        f"{place}: found {shown(item)}; known are messages (role and content), function_call and"
+        f"{place}: found {shown(item)}, expected a message (role and content), a function_call or a"
         " function_call_output"
     )
 
@@ -140,7 +140,7 @@ def _part(part: Any, place: str) -> dict[str, Any]:
         detail = {"detail": part["detail"]} if part.get("detail") else {}
         return {"type": "image_url", "image_url": {"url": source, **detail}}
     raise RequestError(
-        f"{place}: part {shown(part)}; known are input_text, output_text and input_image with an image_url"
+        f"{place}: found the part {shown(part)}, expected input_text, output_text, or input_image with an image_url"
         " or a file_id"
     )
 
@@ -153,7 +153,7 @@ def _response_format(form: Any) -> dict[str, Any]:
         return {"type": kind}
     if kind != "json_schema" or not isinstance(form.get("schema"), Mapping):
         raise RequestError(
-            f"body.text.format: found {shown(form)}; known types: text, json_object, json_schema with a schema"
+            f"body.text.format: found {shown(form)}, expected the type text, json_object, or json_schema with a schema"
         )
     return {"type": kind, "json_schema": {n: v for n, v in form.items() if n != "type"}}
 

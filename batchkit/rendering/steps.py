@@ -178,8 +178,10 @@ def _naming(step: str) -> Iterator[None]:
 
 def _problem(name: str, part: str | None, earlier: Mapping[str, StepTable]) -> str | None:
     if name not in earlier:
-        known = f"; a template sees the steps before its own: {', '.join(earlier) or 'none'}"
-        return f"is no earlier step{did_you_mean(name, earlier)}{known}"
+        known = (
+            f"; a template can use the steps before its own step: {', '.join(earlier) or 'none'}"
+        )
+        return f"is not an earlier step{did_you_mean(name, earlier)}{known}"
     if part is not None and part not in ANSWER and not hasattr(dict, part):
         hint = did_you_mean(part, ANSWER) or f"; it has {', '.join(ANSWER)}"
         return f"has no {part!r}{hint}"

@@ -132,7 +132,7 @@ def checked_tools(tools: Any, choice: Any, key: str, choice_key: str) -> Request
         if _chosen(choice, None, RequestError, choice_key) in (None, "none", "auto"):
             return RequestTools()
         raise RequestError(
-            f"{choice_key}: is {shown(choice)}, but the row has no tools; give it tools, or leave the choice out"
+            f"{choice_key}: is {shown(choice)}, but the row has no tools; add tools to the row, or leave the choice out"
         )
     try:
         check_tools(tools)

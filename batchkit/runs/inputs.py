@@ -119,7 +119,11 @@ class InputRows:
             and record.get("input_hash") == input_hash(row.fields)
         ):
             return row
-        now = "" if row.id == record["id"] or row.index != record["index"] else f", but {row.id!r}"
+        now = (
+            ""
+            if row.id == record["id"] or row.index != record["index"]
+            else f"; the row there now has the id {row.id!r}"
+        )
         self.problem = self.problem or f"{name} is not the row that was answered{now}"
         return None
 
@@ -202,8 +206,8 @@ def with_fields(
             yield record, kept
         else:
             raise InputError(
-                f"{rows.problem}; the fields {sorted(names)} are needed, and the run did not keep them: bring"
-                " the input back, or start a new run with them in output.keep"
+                f"{rows.problem}; the run did not keep the fields {sorted(names)}, which are needed: restore"
+                " the input, or start a new run with these fields in output.keep"
             )
 
 

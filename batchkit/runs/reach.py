@@ -104,7 +104,7 @@ class Reach(NamedTuple):
     def reason(self, error: RowError) -> str:
         """Return why a row can't be shown, in words for somebody who only reads the run."""
         if isinstance(error, RenderTimeoutError):
-            return f"its template takes longer than {ROW_S:g} s"
+            return f"the prompt's template takes longer than {ROW_S:g} s"
         text = str(error)
         return f"{text.partition(': ')[0]}: {self.closed}" if _CLOSED in text else text
 
@@ -161,6 +161,6 @@ def _refusal(key: str, path: str, roots: Sequence[str]) -> str:
     why = (
         f"it is outside {', '.join(dict.fromkeys(roots))}"
         if roots
-        else "the job file of this run is not here"
+        else "the job file of this run was not found"
     )
     return f"{key} {shown(path)}: not opened: {why}; if you trust the run, name the file's folder with --media"

@@ -132,7 +132,7 @@ class Run:
         """
         if (task := self.job().task) not in ("embed", *OF_TOKENS):
             raise JobError(
-                f'{self.folder}: its task is "{task}"; vectors are made with {FOR_VECTORS}'
+                f'{self.folder}: has no vectors; vectors are for {FOR_VECTORS}, but the task of this run is "{task}"'
             )
         vectors = Vectors(self.folder)
         for record in self.rows():
@@ -177,8 +177,8 @@ class Run:
         job = self.job()
         if job.input.path is None:
             raise JobError(
-                f"{self.folder}: its rows came from Python, so they can't be read again; leave inputs"
-                " out, or use the summary that `process` returned"
+                f"{self.folder}: its rows came from Python, so they can't be read again; leave"
+                " out `inputs=True`, or call `to_arrow()` of the summary that `process` returned"
             )
         return joined_table(self.folder, from_job(job))
 

@@ -241,4 +241,4 @@ def last_match(pattern: str, text: str) -> str | None:
             return match
         too_much = f"needs more than {MEMORY_BYTES >> 30} GiB of memory"
         reason = too_much if kind == "memory" else f"fails: {found}"
-    raise Unscorable(f"the pattern {reason}: {pattern}")
+    raise Unscorable(f"the pattern `{pattern}` {reason}")

@@ -44,7 +44,7 @@ def value_of(choice: Choice, sampling: Mapping[str, Any]) -> Any:
         if is_cut and (white := sum(map(str.isspace, choice.text))) > 0.9 * len(choice.text):
             raise InvalidOutputError(
                 f"sampling.max_tokens ended the answer before its JSON was complete: {white} of"
-                f" {len(choice.text)} characters are white space; with vLLM, forbid it:"
+                f" {len(choice.text)} characters are white space; with vLLM, forbid white space:"
                 ' engine.options.structured_outputs_config = { backend = "xgrammar", disable_any_whitespace = true }'
             ) from None
         if is_cut:
@@ -79,7 +79,7 @@ def _value(text: str) -> Any:
             return _loads(blocks[0])
         except ValueError as error:
             reason = error
-    raise NotJson(f"{reason}; it begins {shortened(text.strip(), _SHOWN)!r}") from None
+    raise NotJson(f"{reason}; the answer begins {shortened(text.strip(), _SHOWN)!r}") from None
 
 
 def _loads(text: str) -> Any:
@@ -110,7 +110,7 @@ def _check(value: Any, schema: Any) -> None:
         ) from error
     if worst is not None:
         raise InvalidOutputError(
-            f"the answer is JSON that does not match its schema: {worst.json_path}:"
+            f"the answer does not match its JSON schema at {worst.json_path}:"
             f" {shortened(worst.message, _SHOWN)}"
         )
 
@@ -123,7 +123,7 @@ def _validator(schema: bytes) -> Any:
 
     found = orjson.loads(schema)
     if (fault := fault_in_schema(found)) is not None:
-        raise Unscorable(f"it is not a valid JSON schema: {fault}")
+        raise Unscorable(f"not a valid JSON schema: {fault}")
     kind = validator_for(found, default=Draft202012Validator)
     return extend(kind, {"pattern": _pattern})(found, registry=Registry())
 

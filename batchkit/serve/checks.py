@@ -98,7 +98,7 @@ def _problems_in(
 
 def _problems_in_id(custom_id: Any, seen: set[int]) -> Iterator[Object]:
     if not isinstance(custom_id, str) or not custom_id:
-        text = "custom_id is missing: it must be a text that is not empty"
+        text = "custom_id is missing or not a text: write a text that is not empty"
         yield problem("missing_required_parameter", text, param="custom_id")
         return
     key = hash(
@@ -120,7 +120,9 @@ def _problems_in_body(
     """
     if not isinstance(body, dict):
         yield problem(
-            "missing_required_parameter", "body is missing: it must be a JSON object", param="body"
+            "missing_required_parameter",
+            "body is missing or not a JSON object: write a JSON object",
+            param="body",
         )
         return
     name = body.get("model")

@@ -43,7 +43,9 @@ def new_key(path: Path, name: str) -> str:
     if not _LINE.fullmatch(f"{'0' * 64} {name}"):
         raise JobError(f"--new-key {name}: expected letters, digits and . _ -")
     if path.exists() and name in {known.name for known in read_keys(path).values()}:
-        raise JobError(f"{path}: has a key {name!r}; remove its line first, or choose another name")
+        raise JobError(
+            f"{path}: already has a key {name!r}; remove its line first, or choose another name"
+        )
     key = f"bk-{secrets.token_urlsafe(32)}"
     try:
         with os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
@@ -63,10 +65,9 @@ def read_keys(path: Path) -> Mapping[str, Key]:
     try:
         lines = read_bytes(path).decode(errors="replace").splitlines()
     except OSError as error:
-        raise JobError(
-            f"{path}: can't be read: {error.strerror}; `batchkit serve --api-key-file {path} --new-key NAME`"
-            " creates it"
-        ) from error
+        creates = f"; `batchkit serve --api-key-file {path} --new-key NAME` creates the file"
+        advice = creates * isinstance(error, FileNotFoundError)
+        raise JobError(f"{path}: can't be read: {error.strerror}{advice}") from error
     found: dict[str, Key] = {}
     for number, line in enumerate(lines, start=1):
         if not (key := _LINE.fullmatch(line.strip())):

@@ -44,7 +44,7 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
                 if rows.line_num > start:
                     raise InputError(
                         f"{path} lines {start}-{rows.line_num}: {error}; the quote that opens in line"
-                        f" {start} is not closed at the end of its cell; correct it"
+                        f" {start} is not closed at the end of its cell; close the quote"
                     ) from error
                 problem = f"{error}; check the quotes in this line"
                 yield None if skip(index) else fault(path, start, problem)
@@ -103,10 +103,9 @@ def _header(path: str, rows: Iterator[list[str]]) -> list[str]:
 
 def _problem(cells: list[str], header: list[str]) -> str:
     if len(cells) != len(header):
-        return (
-            f"{len(cells)} cells for {len(header)} columns: {shown(cells)};"
-            " put a cell that contains the separator in quotes"
-        )
+        remedy = "put a cell that contains the separator in quotes"
+        remedy = remedy if len(cells) > len(header) else "add the missing cells"
+        return f"found {len(cells)} cells for {len(header)} columns: {shown(cells)}; {remedy}"
     column = next(name for name, cell in zip(header, cells, strict=True) if not _is_text(cell))
     return f"not UTF-8 in column {shown(column)}; save the file as UTF-8"
 

@@ -103,7 +103,7 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
             magic.startswith(begins) and suffix in text for magic, text in NOT_TEXT.items()
         ):
             raise InputError(
-                f"{path}: the suffix {suffix} stands for a compressed file, but this file is not compressed that way; rename it"
+                f"{path}: the suffix {suffix} is for a compressed file, but this file is not compressed in this format; rename the file"
             )
     unpacked = _unpacked(packed, suffix) if suffix in COMPRESSIONS else packed
     if text or _can_seek(unpacked):
@@ -226,7 +226,7 @@ def is_folder(path: str) -> InputError:
 
 def is_empty(path: str) -> InputError:
     return InputError(
-        f"{path}: the file is empty; it must have at least one row. Write its rows, or remove it"
+        f"{path}: the file is empty; write at least one row into it, or remove the file"
     )
 
 

@@ -50,8 +50,8 @@ def format_of(path: str, table: InputTable) -> str:
     if not name:
         suffixes = (suffix for name in READERS.names() for suffix in load_format(name).suffixes)
         raise InputError(
-            f"{path}: the suffix {suffix!r} names no format; set input.format to one of"
-            f" {', '.join(READERS.names())}, or use one of {', '.join(suffixes)}"
+            f"{path}: the suffix {suffix!r} is unknown; set input.format to one of"
+            f" {', '.join(READERS.names())}, or use one of the suffixes {', '.join(suffixes)}"
         )
     if name == "jsonl":
         from batchkit.sources.lines import is_batch

@@ -205,9 +205,10 @@ def why_empty(table: InputTable) -> str:
         return f"shard {table.shard} of {table.path} has no rows"
     wanted = ", ".join(f"{name} = {shown(value)}" for name, value in table.where.items())
     if table.filled and not wanted:
-        return f"{table.path}: every row has a blank in {', '.join(sorted(table.filled))}"
+        blank = ", ".join(sorted(table.filled))
+        return f'{table.path}: input.empty = "skip" leaves out all rows, because each has an empty field: {blank}'
     reason = (
-        f"no row has what input.where asks for: {wanted} (upper and lower case differ)"
+        f"no row matches input.where: {wanted} (upper and lower case differ)"
         if wanted
         else "has no rows"
     )
@@ -269,7 +270,7 @@ def _same(then: FileFingerprint, now: FileFingerprint) -> bool:
 
 def _difference_of(then: FileFingerprint | None, now: FileFingerprint | None) -> str:
     if then is not None and now is not None and (added := _lines_added(then, now)):
-        return f"{added:,} lines were added at its end"
+        return f"{added:,} lines were appended"
     columns = "" if then is None or now is None else _columns_changed(then.columns, now.columns)
     return f"{_described(then)} → {_described(now)}{columns}"
 
@@ -280,7 +281,7 @@ def _columns_changed(then: Sequence[str], now: Sequence[str]) -> str:
     more = [f"column {name!r} added" for name in now if name not in then]
     return "".join(
         f", {how}"
-        for how in (*more, *(f"column {name!r} gone" for name in then if name not in now))
+        for how in (*more, *(f"column {name!r} removed" for name in then if name not in now))
     )
 
 

@@ -26,7 +26,11 @@ def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found
     else:
         members = iter(_list(path, _parsed(path, content), table.records))
     for number, member in enumerate(members):
-        yield None if skip(index) else _found(f"{path} row {number} of the list", member)
+        yield (
+            None
+            if skip(index)
+            else _found(f"{path} row {number} of the list (counted from 0)", member)
+        )
         index += 1
 
 
@@ -60,11 +64,11 @@ def _list(path: str, value: Any, records: str | None) -> list[Any]:
             )
         if any(isinstance(part, dict) and "0" in part for part in value.values()):
             raise InputError(
-                f'{path}: is what pandas writes by default; write it with df.to_json(…, orient="records")'
+                f'{path}: is in the format that pandas writes by default; write it with df.to_json(…, orient="records")'
             )
         keys = shown(", ".join(value), 200)[1:-1]
         raise InputError(
-            f"{path}: is a JSON object; set input.records to the key of its list; keys: {keys}"
+            f"{path}: is a JSON object with the keys {keys}; set input.records to the key of the list of rows"
         )
     if isinstance(value, list):
         raise InputError(f"{path}: the whole file is the list of rows; leave input.records out")
@@ -76,7 +80,10 @@ def _list(path: str, value: Any, records: str | None) -> list[Any]:
             )
         value = value[key]
     if not isinstance(value, list):
-        raise InputError(f"{path}: input.records = {records!r} is not a list: {shown(value)}")
+        raise InputError(
+            f"{path}: the value at input.records = {records!r} is {shown(value)}, expected a list of rows; set"
+            " input.records to the key of the list"
+        )
     return value
 
 
@@ -99,7 +106,7 @@ def _stream(path: str, records: str | None) -> Iterator[Any]:
                 yield member
                 n_rows += 1
     except (ijson.JSONError, UnicodeDecodeError) as error:
-        problem = f"broken JSON after {n_rows} rows: {_reason(error)}"
+        problem = f"broken JSON after {n_rows} rows: {_reason(error)}; correct the file"
         raise InputError(f"{path}: {problem}") from error
     if n_rows == 0:
         where, remedy = f"at input.records = {records!r}", "check input.records"

@@ -81,11 +81,13 @@ def _problem(line: bytes, error: Exception) -> str:
         text = line.decode().strip()
     except UnicodeDecodeError as bad:
         return _not_text(line, bad)
-    return f"not valid JSON: {error}, in {shown(text)}; fix or remove it"
+    return f"not valid JSON: {error}, in {shown(text)}; fix or remove the line"
 
 
 def _not_text(line: bytes, bad: UnicodeDecodeError) -> str:
-    return f"not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}; save it as UTF-8"
+    return (
+        f"not UTF-8: byte 0x{line[bad.start]:02x} at byte {bad.start + 1}; save the file as UTF-8"
+    )
 
 
 def is_batch(path: str) -> bool:

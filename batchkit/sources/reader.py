@@ -147,8 +147,8 @@ def row_of(
             return Row(index, str(value), found)
         problem = "is null" if key in found else f"is missing; {one_of(key, found)}"
     except Exception as failed:  # a number of more than 4,300 digits, or the object's own code
-        problem = f"has no text: {failed}"
-    error = RequestError(f"{path} row {index}: input.id is {shown(key)}, which {problem}")
+        problem = f"can't be converted to text: {failed}"
+    error = RequestError(f"{path} row {index}: the field {shown(key)} (input.id) {problem}")
     return Row(index, fallback_id(index), found, error)
 
 

@@ -106,7 +106,7 @@ def sound_record(raw: bytes, path: Path, offset: int) -> Record:
     except (msgspec.MsgspecError, ValueError) as error:
         raise StoreError(
             f"{path}: the record at byte {offset} is damaged: {error}. `batchkit verify --repair"
-            f" {path.parent}` sets it aside; its row is then run again"
+            f" {path.parent}` sets the record aside; then run the job again for its row"
         ) from error
 
 

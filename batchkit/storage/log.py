@@ -111,7 +111,7 @@ def log_of(folder: Path) -> Path:
     if os.path.lexists(folder / REQUEUE):
         raise StoreError(
             f"{folder}: a requeue or a repair was interrupted while it replaced {RESULTS};"
-            " run the job again to finish it, or `batchkit verify --repair`"
+            " to finish it, run the job again, or `batchkit verify --repair`"
         )
     if not os.path.lexists(path):
         raise StoreError(_missing(path))

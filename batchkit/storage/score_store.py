@@ -125,7 +125,9 @@ def references_of(job: JobConfig) -> dict[str, str | None] | None:
         return None
     folder = Path(job.scoring.reference_run)
     if not is_run(folder):
-        raise JobError(f"scoring.reference_run: {folder}: no run there; run its job first")
+        raise JobError(
+            f"scoring.reference_run: {folder}: no run in this folder; run the job of that run first"
+        )
     check_log(folder)
     found: dict[str, str | None] = {}
     ids = set[str]()
@@ -172,5 +174,5 @@ def score_lines(path: Path) -> Iterator[ScoreLine]:
                 yield _decoder.decode(raw)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise StoreError(
-                    f"{path} line {number}: damaged: {error}; `batchkit score` writes it again"
+                    f"{path} line {number}: damaged: {error}; `batchkit score` writes this file again"
                 ) from error

@@ -97,7 +97,7 @@ class VectorWriter:
         for name, end in self.ends.items():
             if (size := sizes.get(name, 0)) < end:
                 raise LostVectorError(
-                    f"{self._folder / VECTORS / name}: has {size} bytes, but had {end}: vectors are lost. {_ADVICE}"
+                    f"{self._folder / VECTORS / name}: has {size} bytes, but {end} bytes were written: vectors are lost. {_ADVICE}"
                 )
 
     def write(self, indexes: Sequence[int], vectors: Sequence[Vector]) -> list[VectorPlace]:
@@ -247,8 +247,10 @@ class Vectors:
         self, segment: _Segment, index: int, place: VectorPlace, fault: str
     ) -> LostVectorError:
         fault = fault if segment.path.exists() else "is missing"
+        several = f"vectors {place.row} to {place.row + (place.tokens or 1) - 1}"
+        named = f"vector {place.row}" if (place.tokens or 1) == 1 else several
         return LostVectorError(
-            f"{segment.path}: {fault}; the record of row {index} names vector {place.row} of this file,"
+            f"{segment.path}: {fault}; the record of row {index} names {named} of this file (counted from 0),"
             f" with {place.dimensions:,} dimensions. {_ADVICE}"
         )
 

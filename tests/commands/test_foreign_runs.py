@@ -24,7 +24,7 @@ from tests.support.view_server import viewing
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 READERS = ("show", "report", "verify", "status")
-NOT_OPENED = "not opened: the job file of this run is not here"
+NOT_OPENED = "not opened: the job file of this run was not found"
 NOT_FETCHED = "not fetched: reading a run downloads nothing"
 PARTS = ("/rows", "/rows/0", "/prompts?rows=0,1", "/about")
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -137,7 +137,7 @@ def test_a_template_has_five_seconds_and_the_page_ends_while_one_renders() -> No
     finished(3)
     changed_job(prompt={"user": ENDLESS})
     said = read_by_all()
-    assert said.count("its template takes longer than 5 s") >= 3
+    assert said.count("the prompt's template takes longer than 5 s") >= 3
     process = begin("view", RUN, "--port", "0", "--no-browser", cwd=Path.cwd())
     assert process.stdout is not None
     address = process.stdout.readline().strip()

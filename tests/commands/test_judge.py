@@ -219,7 +219,7 @@ def test_a_judge_continues_after_its_budget(tmp_path: Path) -> None:
     with serving(judge) as server:
         limits = {"run": {"max_in_flight": 1}, "budget": {"max_completion_tokens": 1}}
         with pytest.raises(
-            BudgetError, match=r"budget\.max_completion_tokens = 1 stopped the judge"
+            BudgetError, match=r"the judge was stopped by budget\.max_completion_tokens = 1"
         ):
             judge_of(folder, judge_file(tmp_path, server, **limits))
         assert {*judged(folder).values()} == {None}

@@ -111,7 +111,7 @@ def test_targets_that_are_refused_leave_everything_as_it_is() -> None:
     Path("output/empty").mkdir()
     Path("output/link").symlink_to("nowhere")
     before = files()
-    is_there = "exists already and is not changed; move it away"
+    is_there = "exists already, and merge never changes a folder; move it away"
     for target, words in {
         f"output/../{shards[1]}/": "is one of the runs",
         "output/there": is_there,

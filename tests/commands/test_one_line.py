@@ -134,7 +134,7 @@ def test_input_of_the_line_is_the_one_here_and_not_the_one_beside_the_job(folder
         ("a.xlsx", "unknown suffix; use .parquet, .jsonl, .csv"),
         ("answers", "unknown suffix; use "),
         ("rows.jsonl", "is the input"),
-        ("output/x.csv/a.csv", "is not a folder, or can't be written to"),
+        ("output/x.csv/a.csv", "is not a folder; choose another folder"),
         ("folder.csv", "is a folder"),
     ],
 )

@@ -393,7 +393,7 @@ def test_rows_from_python_are_scored_by_what_was_kept(tmp_path: Path) -> None:
     other = made.scoring.model_copy(update={"reference": "say"})
     with pytest.raises(
         InputError,
-        match=r"rows came from Python, so they can't be read again; the fields .* in output\.keep",
+        match=r"rows came from Python, so they can't be read again; the run did not keep the fields .* in output\.keep",
     ):
         score_run(made.folder, made.model_copy(update={"scoring": other}), say=quiet)
 

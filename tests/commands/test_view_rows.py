@@ -244,7 +244,7 @@ def test_scores_that_came_later_count(tmp_path: Path) -> None:
             assert len(view.indexes("tables", limit=500)) == N
             problem = view.get("runs/tables")["problem"]
             assert "scores.jsonl line" in problem
-            assert "`batchkit score` writes it again" in problem
+            assert "`batchkit score` writes this file again" in problem
         (run / "scores.jsonl").unlink()
         assert view.indexes("tables", scorer="em", min=1, limit=500) == right
         assert view.get("runs/tables")["problem"] is None

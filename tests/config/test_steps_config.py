@@ -67,19 +67,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"engine": {**VLLM, "kind": "transformers"}, "steps": [step(prompt=BY_ROW)]},
-        "steps.draft.prompt.lora: transformers supports one adapter, engine.lora; use vllm",
+        'steps.draft.prompt.lora: engine.kind "transformers" supports one adapter; set engine.lora, or use "vllm"',
     ),
     (
         {"engine": {**VLLM, "loras": {"a": "x"}, "lora": "y"}, "prompt": BY_ROW},
-        "engine: lora applies to every row and loras to single rows: keep one",
+        "engine: lora applies to all rows, but loras to single rows: keep one",
     ),
     (
         {"engine": {**VLLM, "loras": {" a": "x"}}, "prompt": BY_ROW},
-        "engine: loras: ' a' is not a valid adapter name; use a name that is not empty and has no space at its ends",
+        "engine: loras: ' a' is not a valid adapter name; use a name that is not empty and has no space at its beginning or end",
     ),
     (
         {"prompt": BY_ROW, "task": "embed"},
-        'prompt.lora: is for task = "generate", whose answer is text; task is "embed", so leave it out',
+        'prompt.lora: is for task = "generate", whose answer is text, but task is "embed", so leave it out',
     ),
     (
         {"steps": [step(), step("b", smapling={})]},
@@ -115,7 +115,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": [step(), step("b", prompt={"system": "x"})]},
-        "steps.b.prompt: has no user, user_file or images; only the first step may have none",
+        "steps.b.prompt: has no user, user_file or images; set one (only the first step may lack them)",
     ),
     (
         {"steps": [step(answer=False)]},
@@ -123,7 +123,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": [step()], "prompt": {"user": "x"}},
-        "prompt.user: [[steps]] has its own prompts; leave it out here",
+        "prompt.user: leave it out, because [[steps]] has its own prompts",
     ),
     (
         {"steps": [step()], "output": {"parse": "json"}},
@@ -146,7 +146,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"steps": [step()], "retry": {"reask": 1, "reask_note": "x"}},
         (
-            "retry.reask: no answer would be asked again, because all are accepted; set extract or parse of a step"
+            "retry.reask: has no effect, because all answers are accepted; set extract or parse of a step"
         ),
     ),
     (
@@ -156,7 +156,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"steps": [step()], "task": "embed"},
         (
-            '[[steps]]: is for task = "generate", whose answer is text; task is "embed", so leave it'
+            '[[steps]]: is for task = "generate", whose answer is text, but task is "embed", so leave it'
             " out"
         ),
     ),
@@ -189,7 +189,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             },
             "budget": {"price_per_gpu_hour": 2.0},
         },
-        "budget.price_per_gpu_hour: engines.judge is a server; set budget.price_per_million_tokens instead",
+        "budget.price_per_gpu_hour: does not apply to the server of engines.judge; set budget.price_per_million_tokens",
     ),
     (
         {"steps": [step()], "rollout": {"function": "a:b"}},

@@ -29,9 +29,9 @@ def refusal(**tables: Any) -> str:
     ("tables", "expected"),
     [
         ({"task": "embedding"}, 'task: found "embedding", expected "generate", "embed"'),
-        ({"pair": PAIR}, '[pair]: is for task = "score"; task is "generate"'),
+        ({"pair": PAIR}, '[pair]: is for task = "score", but task is "generate"'),
         ({"pooling": {"dimensions": 4}}, "[pooling]: is for pooling tasks"),
-        ({"task": "embed", "pair": PAIR}, '[pair]: is for task = "score"; task is "embed"'),
+        ({"task": "embed", "pair": PAIR}, '[pair]: is for task = "score", but task is "embed"'),
         ({"task": "embed", "sampling": {"top_p": 0.5}}, '[sampling]: is for task = "generate"'),
         ({"task": "embed", "output": {"parse": "json"}}, 'output.parse: is for task = "generate"'),
         (

@@ -172,7 +172,7 @@ def run_by(command: str, **keys: Any) -> dict[str, Any]:
         ({"base_url": "http://host:port/v1"}, "expected http"),
         ({"kind": "vllm"}, 'kind is "vllm"'),
         ({"lora": "here"}, "lora"),
-        ({"loras": {"a": "here"}}, "set prompt.lora to the name that the adapter has on the server"),
+        ({"loras": {"a": "here"}}, "set prompt.lora to the adapter's name on the server"),
         ({"model": ""}, "model is missing"),
         ({"reasoning_parser": "qwen3"}, "engine: reasoning_parser: leave it out"),
         # One that the run starts.
@@ -275,8 +275,8 @@ def test_a_run_with_images_answers_every_row() -> None:
     ("hard", "exit_code", "remedy"),
     [
         (4096, 0, ""),
-        (300, 2, "(ulimit -Hn); set it to 44 or less, or raise that limit"),
-        (200, 2, "(ulimit -Hn); raise that limit: even one request needs 257"),
+        (300, 2, "(ulimit -Hn); set this key to 44 or less, or raise the limit"),
+        (200, 2, "(ulimit -Hn); raise the limit: even one request needs 257"),
     ],
 )
 def test_a_run_may_have_as_many_connections_as_it_needs_or_says_so(

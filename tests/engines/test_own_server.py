@@ -327,7 +327,7 @@ def test_a_server_that_grows_too_large_is_replaced_between_rows() -> None:
     write_job(command, 90, engine={"options": {"max_num_seqs": 4}}, run={"max_host_gb": 0.2})
     ran = batchkit("run", "job.toml")
     assert ran.exit_code == 0, ran.stderr
-    used = r"engine restart: its process uses 0\.\d GiB \(run\.max_host_gb = 0\.2\)"
+    used = r"engine restart: the engine's process uses 0\.\d GiB \(run\.max_host_gb = 0\.2\)"
     assert re.search(used, ran.stderr), ran.stderr
     assert "engine died" not in ran.stderr
     assert [r["index"] for r in records()] == list(range(90))

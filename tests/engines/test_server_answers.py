@@ -81,7 +81,7 @@ COUNTS = {"prompt_tokens": 3, "completion_tokens": 4}
 # What may be the row's own fault, its record while others are answered, and what is said if none is.
 BARRED: dict[str, tuple[Refused, dict[str, Any], str]] = {
     "a flagged input": (Refused(403, error("your input was flagged")), refused("403: your input"), "MY_KEY"),
-    "a model that costs more": (Refused(402, error("costs more")), refused("402: costs more"), "must be paid"),
+    "a model that costs more": (Refused(402, error("costs more")), refused("402: costs more"), "has no credit"),
     "not modified": (Refused(304, b""), refused("304"), "redirects are not followed"),
     "a redirect": (Refused(307, b"", Location="http://a/login"), refused("307"), "moved to http://a/login"),
     "no such model": (Refused(404, error("no image model", "not_found_error")), refused("404: "), "no model"),
@@ -245,7 +245,7 @@ STOPS = {
     "a wrong key": (Refused(401, error(f"Incorrect API key: {KEY}")), "MY_KEY"),
     "no money": (
         Refused(429, error("You exceeded…", code="insufficient_quota")),
-        "account must be paid",
+        "account has no credit",
     ),
 }
 

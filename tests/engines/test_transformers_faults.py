@@ -76,8 +76,8 @@ def test_a_batch_that_needs_too_much_memory_is_halved(
     ]
     said = [record.message for record in caplog.records if "out of memory" in record.message]
     assert [line.rpartition(": ")[2] for line in said] == [
-        "batches of up to 4",
-        "batches of up to 2",
+        "batches now have up to 4 rows",
+        "batches now have up to 2 rows",
     ]
 
 
@@ -87,7 +87,7 @@ def test_after_a_stretch_of_success_it_grows_to_what_it_was(
     with open_faulty({"over": 1, "times": 2}) as opened:
         done = ask(opened, *asked_of(240, max_tokens=2))
     assert all(completion.error is None for completion in done)
-    sizes = re.findall(r"batches of up to (\d+)( again)?", caplog.text)
+    sizes = re.findall(r"batches \w+ have up to (\d+) rows( again)?", caplog.text)
     assert sizes == [("4", ""), ("2", ""), ("4", " again"), ("8", " again")]
 
 
@@ -161,7 +161,7 @@ def test_a_job_is_finished_beside_all_kinds_of_faults(
     assert len(list(read_newest(tmp_path / "output/run" / RESULTS))) == N_ROWS
     log = (tmp_path / "output/run/engine.log").read_text()
     assert "running its rows one by one" in log
-    assert "batches of up to 4" in log
+    assert "batches now have up to 4 rows" in log
     assert "engine died" in done.stderr
     assert done.stderr.count("trust_remote_code") == 1, "however many engines it took"
     assert "trust_remote_code" in (tmp_path / "output/run/run.log").read_text()

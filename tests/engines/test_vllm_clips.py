@@ -191,7 +191,7 @@ def test_rows_with_sound_answer_as_llm_generate_does(
     assert [n for n in range(10) if ours[n] != expected[n]] == []
     assert len({answer["text"] for answer in expected}) >= 5
     assert ours[10]["error"]["kind"] == "media"
-    assert "the model hears 30 s and drops the rest" in ours[10]["error"]["message"]
+    assert "the model reads only the first 30 s" in ours[10]["error"]["message"]
 
 
 _HEARD = """

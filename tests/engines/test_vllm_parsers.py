@@ -207,7 +207,7 @@ def _check_transformers(job: JobConfig, log: Path, bodies: list[dict[str, Any]])
         ({"tool_call_parser": "jamba"}, "engine: tool_call_parser jamba cannot be used with"),
         (
             {"options": {**OPTIONS, "reasoning_parser": "qwen3"}},
-            "engine.options.reasoning_parser: write it as engine.reasoning_parser",
+            "engine.options.reasoning_parser: set engine.reasoning_parser instead",
         ),
     ],
 )

@@ -174,7 +174,7 @@ def test_the_row_that_the_engine_names_itself_fails_and_the_others_go_on_in_orde
     with closing(world.supervise()) as engine:
         for request in rows:
             engine.submit(request)
-        fault = Fault("timeout", "preparing its prompt", "no end for 9 s")
+        fault = Fault("timeout", "preparing the prompt", "no end for 9 s")
         world.dies_with = EngineDied(fault, request=rows[2])
         [failed] = engine.poll(0.01)
         world.dies_with = None

@@ -43,7 +43,7 @@ def test_tokens_are_a_budget_of_the_run_and_a_larger_one_continues_it() -> None:
     assert settled() == dict.fromkeys(range(10), "ok")
     assert "budget: budget.max_completion_tokens = 60, 60 left" in found.stderr
     assert (
-        "20 rows are left; to continue, raise it: --set budget.max_completion_tokens=…"
+        "20 rows are left; to continue, raise this limit: --set budget.max_completion_tokens=…"
         in found.stderr
     )
     assert manifest()["starts"][-1]["exit"] == 1
@@ -193,7 +193,7 @@ def test_retry_has_the_budget_of_the_run() -> None:
     retry, key = ["retry-failed", str(RUN)], "budget.max_completion_tokens"
     found = batchkit(*retry, "--set", f"{key}={6 * TOKENS}")
     assert found.exit_code == 1
-    assert f"6 failed rows are left; to continue, raise it: --set {key}=…" in found.stderr
+    assert f"6 failed rows are left; to continue, raise this limit: --set {key}=…" in found.stderr
     assert len(records()) == 12
     assert batchkit(*retry, "--set", f"{key}={6 * TOKENS + 1}").exit_code == 3
     assert len(records()) == 18

@@ -208,7 +208,7 @@ def test_changed_input_is_refused_by_the_name_of_its_file(change: str) -> None:
     )
     found = run()
     assert found.exit_code == 2
-    how = "1 lines were added at its end" if change == "append" else "bytes, "
+    how = "1 lines were appended" if change == "append" else "bytes, "
     assert f"input {Path('in.jsonl').resolve()}: {how}" in re.sub(
         r": [\d,]+ bytes", ": bytes", found.stderr
     )

@@ -129,7 +129,7 @@ def test_requeue_of_a_run_whose_vectors_are_gone_leaves_it_as_it_was() -> None:
     write_jsonl(Path("in.jsonl"), rows()[5:])
     done = run("--on-change", "requeue")
     assert done.exit_code == 1
-    assert "the run is unchanged: " in done.stderr
+    assert "; the run is unchanged" in done.stderr
     assert "000000.arrow: is missing" in done.stderr
     assert LOG.read_bytes() == before
 

@@ -57,7 +57,7 @@ TRUNCATED = ("TruncatedOutputError", "raise sampling.max_tokens")
 @pytest.mark.parametrize(
     ("answer", "error_type", "words"),
     [
-        ("Surely it is.", "", "line 1 column 1 (char 0); it begins 'Surely it is.'"),
+        ("Surely it is.", "", "line 1 column 1 (char 0); the answer begins 'Surely it is.'"),
         ('{"a": NaN}', "", "not JSON"),
         ('{"a": 1} {"b": 2}', "", "not JSON"),
         ("```json\n{}\n```\nor\n```json\n[]\n```", "", "not JSON"),

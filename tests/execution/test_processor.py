@@ -41,7 +41,7 @@ def test_a_mistyped_key_of_a_job_is_a_job_error_in_plain_words() -> None:
         (lambda: ProductionBatchProcessor({"engine": DRY}), "from a dict: JobConfig(**job)"),  # type: ignore[arg-type]
         (lambda: ProductionBatchProcessor(3), "job: found int"),  # type: ignore[arg-type]
         (lambda: processor(skip_from="no").process(["a"]), "skip_from=no: not a run folder"),
-        (lambda: processor().process(), "no rows: give some to process()"),
+        (lambda: processor().process(), "no rows: pass rows to process()"),
         (
             lambda: processor().process([{"role": "user", "content": "Hi"}]),
             "found a list of chat messages. If it is one conversation, pass [rows]",
@@ -131,7 +131,7 @@ def test_rows_from_python_are_retried_by_the_program() -> None:
     again = processor().retry({1: 1}, rows=rows)
     assert (again.skipped, again.ok, again.failed) == (1, 1, 1)
     assert [record["attempt"] for record in again.records()] == [1, 2]
-    with pytest.raises(BrokenInputError, match="1 rows have no record at the end"):
+    with pytest.raises(BrokenInputError, match="1 rows have no record: the input had fewer rows"):
         processor().retry({7: 1}, rows=rows)
 
 

@@ -127,7 +127,7 @@ def test_a_note_that_misses_a_name_fails_its_row_before_anything_is_paid() -> No
     ("tables", "message"),
     [
         ({"retry": {"reask_note": " "}}, "reask needs a reask_note"),
-        ({"scoring": {"extract": "text"}}, r"\n  retry\.reask: no answer would be asked again"),
+        ({"scoring": {"extract": "text"}}, r"\n  retry\.reask: has no effect"),
     ],
 )
 def test_asking_again_without_a_note_or_for_nothing_is_refused(

@@ -341,7 +341,7 @@ def test_nobody_reads_a_run_whose_requeue_was_interrupted() -> None:
     for command in (*READERS[:-1], ["status"], ["verify"]):
         found = batchkit(*command)
         assert found.exit_code == 1
-        assert "run the job again to finish it" in found.stderr
+        assert "to finish it, run the job again" in found.stderr
 
 
 def test_planted_requeue_takes_nothing_from_another_run() -> None:

@@ -321,7 +321,7 @@ def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers(
         (
             {"by": "scorer"},
             {"scoring": {"scorers": ["chart"]}},
-            "found 'chart', expected one of scoring.scorers that is computed as rows finish",
+            "found 'chart', expected one of scoring.scorers that is computed during the run",
         ),
         (
             MAJORITY,
@@ -344,7 +344,7 @@ def test_a_change_of_a_later_step_makes_the_same_choice_by_another_runs_answers(
             "steps.draft.reference: 'steps' is the name of the earlier steps' results",
         ),
         (BY_STEP, {}, "select.step: found 'judge', expected"),
-        (MAJORITY | {"step": "x"}, {"scoring": NUMBER}, 'select.step: is for by = "step"'),
+        (MAJORITY | {"step": "x"}, {"scoring": NUMBER}, 'select.step: is for select.by = "step"'),
         (
             MAJORITY,
             {"scoring": {"extract": "number"}, "rollout": {"function": "a:b"}},

@@ -104,7 +104,7 @@ def test_engines_that_do_not_fit_together_have_one_turn_after_another() -> None:
     # No barrier but that of the engines: each has all rows before the next one is loaded.
     steps = [line["step"] for line in generations()]
     assert steps == ["draft"] * N_ROWS + ["judge"] * N_ROWS + ["revise"] * N_ROWS
-    assert "one engine is loaded at a time, for all rows" in log()
+    assert "engines are loaded one after the other" in log()
     assert turns() == ["[engines.judge]", "[engine]"]
     assert log().count(f"rows that wait for it: {N_ROWS}\n") == 2
     assert "the steps change the engine 2 times" in log()
@@ -144,7 +144,7 @@ def test_a_server_of_a_named_engine_prints_to_a_log_of_its_own() -> None:
 def test_rows_that_can_be_read_only_once_are_refused_where_engines_take_turns() -> None:
     tables = {"engine": OWN, "engines": {"judge": OWN}, "steps": [DRAFT, JUDGE, REVISE]}
     processor = ProductionBatchProcessor(make_job({"name": "a", **tables}, "the test"), quiet=True)
-    with pytest.raises(JobError, match=r"read only once, but one engine is loaded .*; pass a list"):
+    with pytest.raises(JobError, match=r"read only once, but engines are loaded one after .*; pass a list"):
         processor.process({"q": f"q{n}"} for n in range(N_ROWS))
     assert not RUN.exists()
 

@@ -273,7 +273,7 @@ def test_an_engine_that_grew_too_large_is_replaced_between_rows() -> None:
         assert engine.restarts >= 3
     assert set(world.closed_with) == {0}
     assert world.submitted == list(range(30))
-    restart = "engine restart: its process uses 1.8 GiB (run.max_host_gb = 1.5)"
+    restart = "engine restart: the engine's process uses 1.8 GiB (run.max_host_gb = 1.5)"
     assert world.said.count(restart) == len(world.opened) - 1
     assert world.opened[:3] == [8, 8, 4], "the second time so soon, the batch is made smaller"
 
@@ -311,7 +311,7 @@ def test_what_one_engine_began_with_says_nothing_about_the_next() -> None:
         world.dies_at = {world.polls + 1: "engine_crash"}
         answer_all(engine, requests(4, 12), window=1)
         assert engine.restarts > 1
-    assert world.said[-1] == "engine restart: its process uses 1.8 GiB (run.max_host_gb = 1.5)"
+    assert world.said[-1] == "engine restart: the engine's process uses 1.8 GiB (run.max_host_gb = 1.5)"
 
 
 DIED, UNSEEN = StartFailed("it died", KILLED, {}), StartFailed("it died", AT_LOAD, {})

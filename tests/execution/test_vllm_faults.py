@@ -88,7 +88,7 @@ def test_out_of_memory_at_load_is_halved_until_it_fits(run: Run, calm: list[str]
 def test_an_engine_that_grows_too_large_is_replaced_between_rows(run: Run, calm: list[str]) -> None:
     ended = run(OWN, "run.max_host_gb=1.5", leak_mb=32, step_s=0.05)
     assert_only_failed(ended, calm, {})
-    assert "engine restart: its process uses" in ended.log
+    assert "engine restart: the engine's process uses" in ended.log
     assert "engine died" not in ended.log
 
 

@@ -214,7 +214,7 @@ BAD_SOURCES: dict[str, tuple[Any, list[str]]] = {
     "file with a query": ("file:///a.png?x", ["contains a ?"]),
     "unlisted host": (
         "https://example.com/a.png",
-        ["example.com is not on media.allow_urls", "add"],
+        ["example.com is not in media.allow_urls", "add"],
     ),
     "unlisted port": ("http://listed.test:8080/a.png", ['add "listed.test:8080"']),
     "user name": ("https://me:secret@listed.test/a.png", ["user name", "//listed.test/a.png"]),
@@ -222,7 +222,7 @@ BAD_SOURCES: dict[str, tuple[Any, list[str]]] = {
     "no such host": ("http://[a/a.png", ["no valid host"]),
     "no port": ("http://listed.test:99999/a.png", ["ort out of range"]),
     "bad address": ("http://[::1/a.png", ["its host or port is not valid"]),
-    "unlisted address": ("http://169.254.169.254/latest/meta-data", ["not on media.allow_urls"]),
+    "unlisted address": ("http://169.254.169.254/latest/meta-data", ["not in media.allow_urls"]),
     "name of this machine": ("http://localhost/a.png", ["localhost resolves to", "not a public"]),
     "unpixeled": (Image.new("RGB", (0, 5)), ["0×5", "has no pixels"]),
     "unconvertible": (Image.new("La", (5, 5)), ["La", "unsupported kind"]),

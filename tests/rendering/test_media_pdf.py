@@ -75,7 +75,7 @@ def test_only_a_pdf_of_one_page_needs_no_number(tmp_path: Path) -> None:
         )
     ]
     assert {picture.tobytes() for picture in pictures} == {pictures[0].tobytes()}
-    assert "is a PDF of 2 pages; name one, as in a.pdf#page=1" in refused("two.pdf", media)
+    assert "is a PDF of 2 pages; select one, as in a.pdf#page=1" in refused("two.pdf", media)
 
 
 def test_what_was_filled_into_a_form_is_drawn(tmp_path: Path) -> None:

@@ -157,8 +157,8 @@ def test_redirects_are_followed_on_the_list_and_three_at_most(server: Server) ->
 @pytest.mark.parametrize(
     ("location", "word"),
     [
-        ("http://169.254.169.254/latest", "169.254.169.254 is not on media.allow_urls"),
-        ("http://127.0.0.1:1/a.png", "127.0.0.1:1 is not on media.allow_urls"),
+        ("http://169.254.169.254/latest", "169.254.169.254 is not in media.allow_urls"),
+        ("http://127.0.0.1:1/a.png", "127.0.0.1:1 is not in media.allow_urls"),
         ("file:///etc/passwd", "can't be read from file://"),
         ("http://u:p@127.0.0.1/", "user name"),
         ("http://[::1", "Invalid port"),

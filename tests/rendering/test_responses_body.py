@@ -126,7 +126,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"input": "a", "text": {"format": {"type": "xml"}}}, "body.text.format: found {'type': 'xml'}"),
     ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "json_schema with a schema"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "body.input[0]: found"),
-    ({"input": [USER, "tea"]}, "body.input[1]: found 'tea'; known are messages"),
+    ({"input": [USER, "tea"]}, "body.input[1]: found 'tea', expected a message"),
     ({"input": [{"role": "user"}]}, "body.input[0]: content is None"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "part {'type': 'input_file'}"),
     ({"input": [{"role": "user", "content": [image(image_url=None)]}]}, "an image_url"),

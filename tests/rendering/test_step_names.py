@@ -12,7 +12,7 @@ import tomlkit
 from tests.support.command_line import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
 
-SEES = "a template sees the steps before its own: draft"
+SEES = "a template can use the steps before its own step: draft"
 ALL = (
     "text, reasoning, tool_calls, json, choices, selected, votes, finish_reason, skipped, prediction,"
     " scores"
@@ -39,15 +39,15 @@ def write_job(second: dict[str, Any], first: dict[str, Any] | None = None, **tab
     [
         (
             {"prompt": {"user": "{{ steps.darft.text }}"}},
-            f"steps.revise.prompt.user: steps.darft is no earlier step; did you mean 'draft'?; {SEES}",
+            f"steps.revise.prompt.user: steps.darft is not an earlier step; did you mean 'draft'?; {SEES}",
         ),
         (
             {"when": "{{ steps.last.text }}"},
-            f"steps.revise.when: steps.last is no earlier step; {SEES}",
+            f"steps.revise.when: steps.last is not an earlier step; {SEES}",
         ),
         (
             {"prompt": {"system": "{{ steps['revise']['text'] }}", "user": "x"}},
-            f"steps.revise.prompt.system: steps.revise is no earlier step; {SEES}",
+            f"steps.revise.prompt.system: steps.revise is not an earlier step; {SEES}",
         ),
         (
             {"prompt": {"user": "x", "images": ["{{ steps.draft.txt }}"]}},

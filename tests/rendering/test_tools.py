@@ -154,14 +154,14 @@ WRONG = {"function": {"name": "f", "parameters": {"type": "strin"}}}
 OF_THE_JOB: list[tuple[dict[str, Any], str]] = [
     ({"tools": [WRONG]}, "[0].function.parameters: not a valid JSON schema: $.type: 'strin'"),
     ({"tools": TOOLS, "tool_choice": "wether"}, "'wether'; did you mean 'weather'?"),
-    ({"tools": TOOLS, "tool_choice": "x"}, "no tool is called 'x'; tools has weather, clock"),
+    ({"tools": TOOLS, "tool_choice": "x"}, "no tool has the name 'x'; tools has weather, clock"),
     ({"tools": TOOLS, "tool_choice": {"a": 1}}, "found {'a': 1}, expected 'auto', 'none'"),
     ({"tool_choice": "auto"}, "tool_choice is 'auto', but there are no tools"),
     ({"tools": TOOLS, "chat": False}, "leave out system, images and tools"),
 ]
 OF_A_COLUMN: list[tuple[Any, str]] = [
     ("weather", "prompt.tools: found 'weather', expected JSON"),
-    ([WEATHER], "prompt.tool_choice: no tool is called 'clock'; tools has weather"),
+    ([WEATHER], "prompt.tool_choice: no tool has the name 'clock'; tools has weather"),
 ]
 OF_A_BODY: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "body.tool_choice: is 'required', but the row has no tools"),
@@ -203,7 +203,7 @@ def test_a_row_without_tools_is_sent_without(none: Any) -> None:
     message = refusal(RowError, {"t": none}, user="x", tools="{{ t }}", tool_choice="required")
     assert (
         message
-        == "prompt.tool_choice: is 'required', but the row has no tools; give it tools, or leave the choice out"
+        == "prompt.tool_choice: is 'required', but the row has no tools; add tools to the row, or leave the choice out"
     )
 
 

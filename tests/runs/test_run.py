@@ -98,7 +98,7 @@ def test_a_row_that_is_not_there() -> None:
 
 def test_a_run_of_texts_has_no_vectors() -> None:
     with pytest.raises(
-        JobError, match=r'reviews: its task is "generate"; vectors are made with task = "embed", '
+        JobError, match=r'reviews: has no vectors; vectors are for task = "embed", '
     ):
         next(make_run().vectors())
 

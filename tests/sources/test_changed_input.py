@@ -235,7 +235,7 @@ def test_empty_file_among_others_is_refused_before_anything_is_answered() -> Non
     write_job("part-*", id="key")
     ended = run()
     assert (ended.exit_code, LOG.exists()) == (2, False)
-    assert "part-1.csv: the file is empty; it must have at least one row" in ended.stderr
+    assert "part-1.csv: the file is empty; write at least one row into it" in ended.stderr
     Path("part-1.csv").unlink()
     assert run().exit_code == 0
 
@@ -346,7 +346,7 @@ def test_rows_to_retry_that_are_not_in_the_input_are_missed() -> None:
     Path("in.jsonl").write_bytes(encoded(rows("old", 5)))
     write_job()
     processor = ProductionBatchProcessor(Path("job.toml"), quiet=True)
-    with pytest.raises(BrokenInputError, match="2 rows have no record at the end") as stop:
+    with pytest.raises(BrokenInputError, match="2 rows have no record: the input had fewer rows") as stop:
         processor.retry({3: 0, 5: 0, 6: 0})
     assert stop.value.exit_code == 1
 

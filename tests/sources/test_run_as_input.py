@@ -114,7 +114,7 @@ def test_input_that_only_a_run_folder_of_others_names_is_not_opened() -> None:
     Path("job.toml").unlink()
     (found,) = read_rows(InputTable(path=FOLDER))
     assert "q" not in found.fields
-    assert "the job file of this run is not here" in listing(InputTable(path=FOLDER)).left_out
+    assert "the job file of this run was not found" in listing(InputTable(path=FOLDER)).left_out
 
 
 def test_newest_record_of_each_row_in_the_order_of_the_input() -> None:

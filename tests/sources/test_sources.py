@@ -127,7 +127,7 @@ def test_id_is_the_index_unless_a_field_is_named(tmp_path: Path) -> None:
     seven, null, missing = rows_of(path, id="n")
     assert (seven.id, seven.error) == ("7", None)
     assert (null.id, missing.id) == ("no-id:1", "no-id:2")
-    assert "row 1: input.id is 'n', which is null" in str(null.error)
+    assert "row 1: the field 'n' (input.id) is null" in str(null.error)
     assert "known: m, name" in str(missing.error)
 
 
@@ -298,7 +298,7 @@ TOO_DEEP = "nested more than 200 levels deep; flatten it"
 BROKEN_LINES = [
     (b'{"a": 1,}', "not valid JSON: "),
     (b'{"a": 1', "not valid JSON: "),
-    (b'{"a": NaN}', "in '{\"a\": NaN}'; fix or remove it"),
+    (b'{"a": NaN}', "in '{\"a\": NaN}'; fix or remove the line"),
     (b'{"a": 1} {"a": 2}', "(byte 10)"),
     (b"[1, 2]", "expected a JSON object, found [1, 2]; fix or remove the line"),
     (b"null", "expected a JSON object, found None"),

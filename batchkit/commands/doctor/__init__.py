@@ -128,13 +128,16 @@ def _torchvision(facts: Facts) -> Finding:
         return _imported("torchvision", version, facts, how_to_reinstall())
     if probe.result["ops"]:
         return Finding("torchvision", f"{version}, its compiled ops load")
-    return Finding("torchvision", f"{version}, fixed: no compiled ops, none needed")
+    return Finding("torchvision", f"{version}, fixed by batchkit: works without compiled ops")
 
 
 def _audio_and_video(facts: Facts) -> Finding:
     name = "torchaudio, torchcodec"
     installed = [n for n in ("torchaudio", "torchcodec") if n in facts.versions]
-    found = ", ".join(f"{n} {facts.versions[n]}" for n in installed) or "absent, as they should be"
+    found = (
+        ", ".join(f"{n} {facts.versions[n]}" for n in installed)
+        or "not installed, which is right for a CPU build"
+    )
     wrong = [n for n in installed if "+cpu" not in facts.versions[n]]
     if facts.cpu_torch and wrong:
         found += ": CUDA builds beside a CPU torch break imports"
@@ -143,7 +146,11 @@ def _audio_and_video(facts: Facts) -> Finding:
 
 
 def _transformers(facts: Facts) -> Finding:
-    return _of_vllm("transformers", facts, f"see torch and torchvision; else {how_to_reinstall()}")
+    return _of_vllm(
+        "transformers",
+        facts,
+        f"first fix torch and torchvision; if both work: {how_to_reinstall()}",
+    )
 
 
 def _gpus(facts: Facts) -> Finding:
@@ -155,7 +162,7 @@ def _gpus(facts: Facts) -> Finding:
     found = "; ".join(_sized(gpu) for gpu in facts.visible_gpus) or "all hidden"
     if "torch" in facts.versions and facts.cpu_torch:
         remedy = f"install vLLM for CUDA: {how_to_reinstall('cuda')}"
-        return Finding("gpu", f"{found}; torch is a CPU build and can't use it", remedy)
+        return Finding("gpu", f"{found}; torch is a CPU build, which can't use a GPU", remedy)
     if "torch" in facts.probes and facts.probes["torch"].result.get("gpus") == 0:
         remedy = "unset CUDA_VISIBLE_DEVICES, or update the NVIDIA driver for torch's CUDA version"
         return Finding("gpu", f"{found}; torch finds none of them", remedy)
@@ -263,7 +270,7 @@ def _of_vllm(name: str, facts: Facts, remedy: str, build: str = "") -> Finding:
 def _imported(name: str, found: str, facts: Facts, remedy: str) -> Finding:
     probe = facts.probes[name]
     if probe.is_slow:
-        later = f"its import took too long to be checked; check it on an idle machine: python -c 'import {name}'"
+        later = f"importing {name} took too long; try again on an idle machine: python -c 'import {name}'"
         return Finding(name, f"{found}; {later}", checked=False)
     if probe.error is None:
         return Finding(name, found)

@@ -290,8 +290,8 @@ def write_npy(folder: Path, path: Path) -> dict[Path, int]:
         )
     if kind.dimensions is None:
         raise JobError(
-            f"{folder}: has no vectors yet, or vectors of several lengths, but a matrix needs one length; use"
-            " --parquet, which writes them as lists"
+            f"{folder}: a matrix needs vectors of one length, but the run has no vectors yet, or vectors of several"
+            " lengths; use --parquet, which writes vectors as lists"
         )
     ids_path, ends = path.with_name(f"{path.stem}.ids.json"), [0]
     rows, is_ragged = 0, job.task in OF_TOKENS

@@ -76,9 +76,8 @@ def _check_writable(path: Path, inputs: Sequence[str]) -> None:
         raise JobError(f"--output {path}: is a folder; give a file in it")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise JobError(
-            f"--output {path}: {folder} is not a folder, or can't be written to; choose another folder"
-        )
+        problem = "can't be written to" if folder.is_dir() else "is not a folder"
+        raise JobError(f"--output {path}: {folder} {problem}; choose another folder")
     if path.exists() and any(Path(file).exists() and path.samefile(file) for file in inputs):
         raise JobError(f"--output {path}: is the input; write to another file")
     if is_foreign(path):
@@ -139,4 +138,6 @@ def refuse_own_file(path: Path, folder: Path) -> None:
         or (parent.name == VECTORS and is_run(parent.parent))
         or (path.exists() and any(file.exists() and path.samefile(file) for file in own))
     ):
-        raise StoreError(f"{path}: is a file or the input of a run; write to another file")
+        raise StoreError(
+            f"{path}: belongs to a run, as one of its files or its input; write to another file"
+        )

@@ -86,12 +86,12 @@ def _names(judge: JobConfig, job: JobConfig) -> dict[str, str]:
         )
     if judge.input.cross:
         raise JobError(
-            "input.cross: a judge scores each answer once; leave it out of the judge's job"
+            "input.cross: a judge scores each answer once; leave input.cross out of the judge's job"
         )
     names = {name: judge.name if len(own) == 1 else f"{judge.name}.{name}" for name in own}
     if taken := {*names.values()} & {*score_names(job.scoring)}:
         raise JobError(
-            f"{judge.name}: the run has its own score {min(taken)!r}; give the judge another name (--set name=…)"
+            f"{judge.name}: the run already has a score {min(taken)!r}; give the judge another name (--set name=…)"
         )
     return names
 
@@ -117,9 +117,9 @@ def _check(outcome: Outcome, judge: JobConfig, say: Say) -> None:
     if summary.failed:
         say(f"{summary.failed:,} judgements failed; the same command retries them")
     if summary.exit == BudgetError.exit_code:
-        why = summary.stopped_by or "rows without a record"
+        why = f"was stopped by {summary.stopped_by}" if summary.stopped_by else "ended early"
         raise BudgetError(
-            f"{judge.folder}: {why} stopped the judge before it had read all answers; the same command continues"
+            f"{judge.folder}: the judge {why}, so some answers are not scored; run the same command to continue"
         )
 
 

@@ -267,11 +267,10 @@ def _members(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not isinstance(entries, list):
         raise JobError(f"{path}: expected a list, or an object with a list of `results`")
     for number, entry in enumerate(entries):
+        where = f"{path} entry {number} (counted from 0)"
         if not isinstance(entry, dict):
-            raise JobError(
-                f"{path} entry {number}: found {str(entry)[:60]!r}, expected an object with an id"
-            )
-        yield f"{path} entry {number}", entry
+            raise JobError(f"{where}: found {str(entry)[:60]!r}, expected an object with an id")
+        yield where, entry
 
 
 def _first(entry: Mapping[str, Any], names: tuple[str, ...]) -> Any:

@@ -180,7 +180,7 @@ class Trials:
                 status, reason = _failure(error)
         ended, metrics = time.time(), read_metrics(job.folder)
         if status == OK and (silent_s := hung_s(measurement, metrics)):
-            status = f"error: hung: nothing was generated in the last {silent_s:.0f} s"
+            status = f"error: the engine hung: nothing was generated in the last {silent_s:.0f} s"
         is_sample = self.rows < self.total
         figures = measurement.figures(ended, is_sample=is_sample) if status == OK else None
         is_short = status == OK and was_short(measurement, figures, metrics)
@@ -311,5 +311,5 @@ def _failure(error: EngineError | JobError) -> tuple[str, str]:
 
 def _why_no_answer(measurement: Measurement) -> str:
     if measurement.failed:
-        return f"all {measurement.failed.total():,} rows failed; {measurement.first_error}"
-    return f"no row was answered within {measurement.seconds:g} s (--seconds)"
+        return f"all {measurement.failed.total():,} rows failed; the first error: {measurement.first_error}"
+    return f"no row was answered within {measurement.seconds:g} s; raise --seconds"

@@ -107,7 +107,7 @@ class SearchResult:
         if self.table.signum is not None:
             return f"{largest:,} so far; the search was interrupted"
         if self.has_flattened:
-            return f"{largest:,} or more; the search stopped as twice the size gained under {LEAST_GAIN:.0%}"
+            return f"{largest:,} or more; the search stopped because twice the size was less than {LEAST_GAIN:.0%} faster"
         too_large = [line["batch_size"] for line in self.table.lines if line["status"] == OOM]
         if largest + 1 in too_large:
             return f"{largest:,}; {largest + 1:,} runs out of memory"
@@ -190,7 +190,9 @@ def search(low: int, high: int, try_size: Callable[[int], Line]) -> bool:
 def bottleneck_of(lines: Sequence[Line], best: Line, *, with_images: bool) -> Bottleneck:
     """Return the bottleneck at the ``best`` size. ``lines``: the measurements of all sizes."""
     if best["waits"] is None and not best["typical"]:
-        return Bottleneck("unknown", "the engine was not full for long enough to show it")
+        return Bottleneck(
+            "unknown", "the engine was not full for long enough to show the bottleneck"
+        )
     waits = best["waits"] or dict.fromkeys(("rendering", "preparing", "kv_cache"), 0.0)
     if waits["rendering"] > _MOSTLY:
         what = "images are opened and prompts rendered" if with_images else "prompts are rendered"
@@ -237,8 +239,8 @@ def _compute(lines: Sequence[Line], best: Line) -> Bottleneck:
             f" would be faster ({tokens})",
         )
     if prompt > output:
-        return Bottleneck("prefill", f"most tokens are the prompts' ({tokens})")
-    return Bottleneck("decode", f"most tokens are the answers' ({tokens})")
+        return Bottleneck("prefill", f"most tokens are prompt tokens ({tokens})")
+    return Bottleneck("decode", f"most tokens are output tokens ({tokens})")
 
 
 def _shared_by_batch(lines: Sequence[Line], best: Line) -> float:

@@ -114,7 +114,7 @@ def _edited(path: Path, options: Mapping[str, Any]) -> bytes:
         changed = tomlkit.dumps(document)
         if tomllib.loads(changed) != wanted:  # tomlkit can't edit every form of a table
             keys = ", ".join(map(_key, options))
-            raise TOMLKitError(f"{keys} can't be set without touching other keys")
+            raise TOMLKitError(f"{keys} can't be set without changing other keys")
     except (OSError, ValueError, TOMLKitError) as error:
         raise _not_changed(path, error, options) from error
     return changed.encode()
@@ -130,7 +130,7 @@ def _set(table: Any, name: str, value: Any, new: Callable[[], Any]) -> None:
 
 
 def _not_changed(path: Path, error: Exception, options: Mapping[str, Any]) -> JobError:
-    return JobError(f"{path}: can't be changed: {error}; write\n{patch(options)}")
+    return JobError(f"{path}: can't be changed: {error}; set this yourself:\n{patch(options)}")
 
 
 _ONLY_FOR: Mapping[str, str] = {

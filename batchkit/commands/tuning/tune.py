@@ -134,14 +134,16 @@ class Tuned:
             yield "no tried option is clearly faster than the default"
             return
         found = self.compared
-        times = f"{found.ratio:.2f} × the default ({found.low:.2f} to {found.high:.2f} in {_ROUNDS} rounds, in turn)"
+        times = f"{found.ratio:.2f} × the default ({found.low:.2f} to {found.high:.2f} in {_ROUNDS} alternating rounds)"
         if not self.is_gain:
             yield f"{words(self.best)}: {times}, which may be chance; keep the default"
             return
         yield f"{words(self.best)}: {times}"
         if self.differ is not None:
             yield f"{self.differ:.0%} of the answers differ (greedy, the first {_ROWS_COMPARED} rows)"
-        yield from (f"without {name}: {share:.2f} of that" for name, share in self.gained.items())
+        yield from (
+            f"without {name}: {share:.2f} of this speed" for name, share in self.gained.items()
+        )
         if self.written is not None:
             yield f"{self.written}: written"
         else:

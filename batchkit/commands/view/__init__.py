@@ -105,7 +105,7 @@ def bound(host: str, port: int | None) -> socket.socket:
     except OSError as error:
         named = "" if port is None else f" --port {port}"
         raise JobError(
-            f"--host {host}{named}: can't listen there: {error.strerror}; --host must be an address"
+            f"--host {host}{named}: can't listen on this address: {error.strerror}; --host must be an address"
             " or a name of this machine; --port 0 uses any free port"
         ) from error
 

@@ -122,7 +122,7 @@ class RowMedia(NamedTuple):
 def _nth(kind: str, sources: Sequence[Any], n: int) -> Any:
     if n >= len(sources):
         raise MediaError(
-            f"the row's prompt has no {kind} {n}; its {kind}s are counted from 0, and it has {len(sources)}"
+            f"no {kind} {n}: the row's prompt has {len(sources)} {kind}s, counted from 0"
         )
     return sources[n]
 

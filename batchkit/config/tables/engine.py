@@ -124,7 +124,7 @@ class EngineTable(Table):
         is_server = self.kind == "openai-server"
         for key in ("base_url", "server"):
             if not is_server and getattr(self, key) is not None:
-                raise ValueError(f'{key} is for kind = "openai-server"; kind is "{self.kind}"')
+                raise ValueError(f'{key} is for kind = "openai-server", but kind is "{self.kind}"')
         if is_server and self.base_url is None and self.server is None:
             raise ValueError(
                 "base_url is missing: set it, for example to http://localhost:8000/v1, or add [engine.server]"
@@ -134,25 +134,25 @@ class EngineTable(Table):
         knows_command = self.server is None or self.server.command or self.model.endswith(".gguf")
         if not knows_command:
             raise ValueError(
-                "server.command is missing; only a .gguf model can be started without it"
+                "server.command is missing; give the command that starts the server (only a .gguf model needs none)"
             )
         if unusable := [name for name in self.loras if not name or name != name.strip()]:
             raise ValueError(
                 f"loras: {unusable[0]!r} is not a valid adapter name; use a name that is not empty and has no space"
-                " at its ends"
+                " at its beginning or end"
             )
         if self.loras and self.kind != "vllm":
             remedy = (
-                "set prompt.lora to the name that the adapter has on the server"
+                "leave it out, and set prompt.lora to the adapter's name on the server"
                 if is_server
-                else "use vllm"
+                else 'set kind = "vllm", or lora for one adapter'
             )
-            raise ValueError(f'loras: is for kind = "vllm"; kind is "{self.kind}": {remedy}')
+            raise ValueError(f'loras: is for kind = "vllm", but kind is "{self.kind}": {remedy}')
         if self.loras and self.lora is not None:
-            raise ValueError("lora applies to every row and loras to single rows: keep one")
+            raise ValueError("lora applies to all rows, but loras to single rows: keep one")
         if is_server and self.lora is not None:
             raise ValueError(
-                "lora: the server loads the adapter; set model to its name on the server"
+                "lora: the server loads the adapter; leave lora out, and set model to the adapter's name on the server"
             )
         for key in ("reasoning_parser", "tool_call_parser"):
             if is_server and getattr(self, key) is not None:

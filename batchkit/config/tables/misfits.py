@@ -55,11 +55,11 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
     """Yield a message for each key that does not fit the task."""
     task, pair, pooling = job.task, job.pair, job.pooling
     if "npy" in job.output.export and task not in WITH_VECTORS:
-        yield f'output.export: "npy" is for {FOR_VECTORS}; task is "{task}"'
+        yield f'output.export: "npy" is for {FOR_VECTORS}, but task is "{task}"'
     if task != "score" and pair.is_set:
-        yield f'[pair]: is for task = "score"; task is "{task}"'
+        yield f'[pair]: is for task = "score", but task is "{task}"'
     if task != "transcribe" and job.speech != SpeechTable():
-        yield f'[speech]: is for task = "transcribe"; task is "{task}"'
+        yield f'[speech]: is for task = "transcribe", but task is "{task}"'
     if job.generates:
         if pooling.params():
             yield f'[pooling]: is for pooling tasks; put the parameters of task = "{task}" into [sampling]'
@@ -70,11 +70,11 @@ def _misfits_of_task(job: JobConfig) -> Iterator[str]:
         yield f'engine.kind: "transformers" does not support the task "{task}"; use "vllm" or a server'
     for key, is_set in _generation_keys(job):
         if is_set:
-            yield f'{key}: is for task = "generate", whose answer is text; task is "{task}", so leave it out'
+            yield f'{key}: is for task = "generate", whose answer is text, but task is "{task}", so leave it out'
     if task in OF_TOKENS and job.engine.kind == "openai-server":
         yield f'engine.kind: "openai-server" does not support the task "{task}"; use "vllm"'
     if task not in ("embed", "token_embed") and pooling.dimensions is not None:
-        yield f'pooling.dimensions: is for task = "embed" or "token_embed"; task is "{task}"'
+        yield f'pooling.dimensions: is for task = "embed" or "token_embed", but task is "{task}"'
     if task == "score":
         yield from _misfits_of_score(job)
     elif not job.prompt.chat and (job.prompt.system or job.prompt.system_file):
@@ -85,10 +85,10 @@ def _misfits_of_speech(job: JobConfig) -> Iterator[str]:
     if job.engine.kind == "transformers":
         yield 'engine.kind: "transformers" does not support the task "transcribe"; use "vllm" or a server'
     if (found := len(job.prompt.audios)) > 1:
-        yield f'prompt.audios: has {found} templates, but task = "transcribe" reads one recording per row'
+        yield f'prompt.audios: has {found} templates, but task = "transcribe" reads one recording per row; keep one'
     for key, is_set in _generation_keys(job):
         if is_set and key not in ("[sampling]", "[scoring]", "retry.temperatures"):
-            yield f'{key}: is for task = "generate"; task is "transcribe", so leave it out'
+            yield f'{key}: is for task = "generate", but task is "transcribe", so leave it out'
     for name in _OF_PROMPT:
         if name not in ("audios", "chat") and getattr(job.prompt, name):
             yield f'prompt.{name}: task = "transcribe" reads only prompt.audios; use speech.prompt for preceding text'
@@ -123,7 +123,7 @@ def _misfits_of_score(job: JobConfig) -> Iterator[str]:
         yield 'pair.documents: is missing: task = "score" compares them with pair.query'
     for name in _OF_PROMPT:
         if getattr(prompt, name):
-            yield f'prompt.{name}: task = "score" uses [pair] instead: query and documents'
+            yield f'prompt.{name}: task = "score" reads pair.query and pair.documents; leave prompt.{name} out'
 
 
 def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
@@ -137,7 +137,7 @@ def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
     if several is not None:
         for name, field in PromptTable.model_fields.items():
             if getattr(job.prompt, name) != field.default and name != "chat_template_kwargs":
-                yield f"prompt.{name}: {several} has its own prompts; leave it out here"
+                yield f"prompt.{name}: leave it out, because {several} has its own prompts"
         if job.output.parse is not None:
             remedy = "set parse in a step" if job.steps else "parse the JSON in the function"
             yield f"output.parse: has no effect with {several}; leave it out, and {remedy}"
@@ -183,13 +183,14 @@ def _misfits_of_step(job: JobConfig, step: StepTable, *, is_first: bool) -> Iter
     for name in filter(is_deferred, step.scorers or ()):
         yield f"{key}.scorers: {name} is computed after the run; put it into scoring.scorers"
     if step.engine and step.engine not in job.engines:
-        known = ", ".join(job.engines) or "there are none"
+        known = f"expected one of [engines]: {', '.join(job.engines)}"
+        known = known if job.engines else f"but there are no engines; add [engines.{step.engine}]"
         hint = did_you_mean(step.engine, job.engines)
-        yield f"{key}.engine: found {step.engine!r}, expected one of [engines]: {known}{hint}"
+        yield f"{key}.engine: found {step.engine!r}, {known}{hint}"
     has_prompt = prompt.user is not None or prompt.user_file is not None
     has_prompt = has_prompt or prompt.has_media
     if not is_first and not has_prompt:
-        yield f"{key}.prompt: has no user, user_file or images; only the first step may have none"
+        yield f"{key}.prompt: has no user, user_file or images; set one (only the first step may lack them)"
 
 
 def _misfits_of_select(job: JobConfig) -> Iterator[str]:
@@ -200,7 +201,7 @@ def _misfits_of_select(job: JobConfig) -> Iterator[str]:
         return
     for name in ("scorer", "step"):
         if select.by != name and getattr(select, name) is not None:
-            yield f'select.{name}: is for by = "{name}"; by is "{select.by}"'
+            yield f'select.{name}: is for select.by = "{name}", but select.by is "{select.by}"; leave it out'
     judged = [*map(job.of_step, job.steps[:-1] if select.by == "step" else job.steps)] or [job]
     if not any(map(_may_have_several, judged)):
         where = " in each step" * bool(job.steps)
@@ -242,7 +243,7 @@ def _misfits_of_scorer(name: ScorerName | None, scorers: Parameters, place: str)
         yield f"select.scorer: is missing; {place} has {len(scorers)} scorers: {remedy}"
     elif (chosen := name or next(iter(scorers))) not in known:
         yield (
-            f"select.scorer: found {chosen!r}, expected one of {place} that is computed as rows finish:"
+            f"select.scorer: found {chosen!r}, expected one of {place} that is computed during the run:"
             f" {', '.join(known) or 'there is none'}"
         )
 
@@ -250,7 +251,7 @@ def _misfits_of_scorer(name: ScorerName | None, scorers: Parameters, place: str)
 def _misfits_of_judge(job: JobConfig) -> Iterator[str]:
     if len(job.steps) < 2 or job.select.step != job.steps[-1].name:
         last = f"the last of the [[steps]], {job.steps[-1].name!r}" if job.steps else "a step"
-        yield f"select.step: found {job.select.step!r}, expected {last}; it selects among the answers of earlier steps"
+        yield f"select.step: found {job.select.step!r}, expected {last}, because it selects among the answers of earlier steps"
     elif (n := job.of_step(job.steps[-1]).params().get("n", 1)) != 1:
         yield f"steps.{job.select.step}.sampling.n: is {n}; a step that picks an answer needs n = 1"
 
@@ -261,13 +262,13 @@ def _misfits_of_each_step(job: JobConfig) -> Iterator[str]:
         engine, prompt, params = each.engine, each.prompt, each.sampling.params()
         for kind in ("videos", "audios"):
             if engine.kind == "transformers" and getattr(prompt, kind):
-                yield f'{place}prompt.{kind}: engine.kind "transformers" does not support them; use "vllm"'
+                yield f'{place}prompt.{kind}: engine.kind "transformers" does not support {kind}; use "vllm"'
         if reason := why_not_forced(prompt.tool_choice, engine.kind, engine.tool_call_parser):
             yield f"{place}prompt.tool_choice: {reason}"
         for fault in faults_in(params.get("structured_outputs")):
             yield f"{place}sampling.structured_outputs{fault}"
         if prompt.lora is not None and engine.kind == "transformers":
-            yield f"{place}prompt.lora: transformers supports one adapter, engine.lora; use vllm"
+            yield f'{place}prompt.lora: engine.kind "transformers" supports one adapter; set engine.lora, or use "vllm"'
         elif prompt.lora is not None and engine.kind == "vllm" and not engine.loras:
             example = 'legal = "adapters/legal"'
             yield f"{place}prompt.lora: there are no named adapters; add [engine.loras], for example {example}"
@@ -289,7 +290,7 @@ def _misfits_of_retry(job: JobConfig) -> Iterator[str]:
     parses = any(each.output.parse is not None for each in jobs)
     if job.retry.reask and extracts <= {"text"} and not parses:
         keys = "extract or parse of a step" if job.steps else "scoring.extract or output.parse"
-        yield f"retry.reask: no answer would be asked again, because all are accepted; set {keys}"
+        yield f"retry.reask: has no effect, because all answers are accepted; set {keys}"
 
 
 def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
@@ -298,7 +299,7 @@ def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
     for name in ("", *job.engines):
         place, engine = f"engines.{name}" if name else "engine", job.with_engine(name).engine
         if job.budget.price_per_gpu_hour is not None and engine.base_url is not None:
-            yield f"budget.price_per_gpu_hour: {place} is a server; set budget.price_per_million_tokens instead"
+            yield f"budget.price_per_gpu_hour: does not apply to the server of {place}; set budget.price_per_million_tokens"
         may_be_named = (
             not name and job.may_have_lines
         )  # a line of a batch file may name an adapter as its model

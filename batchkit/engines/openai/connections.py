@@ -47,9 +47,9 @@ def allow_connections(count: int) -> None:
     needed = count + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < needed:
         fits = hard - _OTHER_FILES
-        remedy = f"set it to {fits:,} or less, or raise that limit"
+        remedy = f"set this key to {fits:,} or less, or raise the limit"
         if fits < 1:
-            remedy = f"raise that limit: even one request needs {_OTHER_FILES + 1:,}"
+            remedy = f"raise the limit: even one request needs {_OTHER_FILES + 1:,}"
         raise JobError(
             f"engine.options.max_num_seqs: {count:,} concurrent requests need {needed:,} open files, but this machine"
             f" allows {hard:,} per process (ulimit -Hn); {remedy}"
@@ -110,7 +110,7 @@ class Connections:
                 return await self._read(response)
         except TimeoutError:
             raise RowTimeoutError(
-                f"no answer for {timeout_s:.0f} s (run.row_timeout_s = {timeout_s:g}); raise it if answers may take longer"
+                f"no answer for {timeout_s:.0f} s (run.row_timeout_s = {timeout_s:g}); raise this limit if answers may take longer"
             ) from None
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
             raise NoAnswer(_text_of(error), Why.DOWN) from error

@@ -290,13 +290,15 @@ class OpenAIServerEngine:
 
     def _error_of(self, problem: NoAnswer, tries: int) -> RowError:
         if problem.why is Why.BARRED:
-            return RequestError(f"{problem}, but answers other requests")
+            return RequestError(
+                f"{problem}; the server answers other requests, so correct this row"
+            )
         if problem.why in (Why.BUSY, Why.DOWN):
             return ServerError(
                 f"the server rejected this request for {self._options.give_up_s:g} s"
-                f" (engine.options.give_up_s) while it answered others; last: {problem}"
+                f" (engine.options.give_up_s) but answered others; the last error: {problem}"
             )
-        return ServerError(f"{tries} attempts without an answer; last: {problem}")
+        return ServerError(f"{tries} attempts without a usable answer; the last error: {problem}")
 
     @property
     def _silence_s(self) -> float:
@@ -338,7 +340,7 @@ class OpenAIServerEngine:
             return
         silence = (
             f"no row answered for {self._silence_s:.0f} s (engine.options.give_up_s ="
-            f" {self._options.give_up_s:g}); last: {problem}"
+            f" {self._options.give_up_s:g}); the last error: {problem}"
         )
         if self._own is not None:
             raise EngineDied(Fault("stall", "stall", silence))

@@ -81,8 +81,8 @@ def check_for_llama_cpp(task: str, body: Mapping[str, Any]) -> None:
     first."""
     for name in _LLAMA_CPP_LACKS.keys() & body.keys():
         own = None if task == "score" else _LLAMA_CPP_LACKS[name]
-        hint = f", or use its own engine.options.extra_body.{own}" if own else ""
+        hint = f", or set the server's own engine.options.extra_body.{own}" if own else ""
         raise RequestError(
-            f"{ENDPOINTS[task].table}.{name}: llama.cpp's server does not support it, and would ignore"
-            f" it; leave it out{hint}"
+            f"{ENDPOINTS[task].table}.{name}: llama.cpp's server would ignore this parameter;"
+            f" leave it out{hint}"
         )

@@ -150,7 +150,7 @@ class OwnServer:
         self._claim.close()
         if not is_gone:
             raise EngineError(
-                f"the server can't be ended: it still runs {_STOP_S:.0f} s after SIGKILL: {self.command}"
+                f"the server can't be ended: it still runs {_STOP_S:.0f} s after SIGKILL; its command is {self.command}"
             )
 
     def _failed(self, how: str, fault: Fault) -> StartFailed:

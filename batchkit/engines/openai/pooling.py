@@ -114,7 +114,7 @@ class Classify(_Endpoint):
     def pooled_of(self, request: Request, answer: _PoolingAnswer) -> Pooled:
         (item,) = _in_order(answer.data, 1)
         if not item.probs:
-            raise ShapeError("data[0].probs: has no numbers")
+            raise ShapeError("data[0].probs has no numbers")
         label = item.label
         if label is None:  # use transformers' name for a class without a name
             label = f"LABEL_{max(range(len(item.probs)), key=item.probs.__getitem__)}"
@@ -187,9 +187,9 @@ def _vector(found: str | list[float] | None) -> np.ndarray[Any, Any]:
             ):  # infinite values are refused when the vector is stored
                 vector = np.array(found or (), "<f4")
     except ValueError as error:  # binascii.Error is a ValueError
-        raise ShapeError(f"data[0].embedding: is not base64 of float32: {error}") from None
+        raise ShapeError(f"data[0].embedding is not base64 of float32: {error}") from None
     if not len(vector):
-        raise ShapeError("data[0].embedding: has no numbers")
+        raise ShapeError("data[0].embedding has no numbers")
     return vector
 
 

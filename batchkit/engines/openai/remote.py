@@ -161,7 +161,7 @@ class Remote:
             completion = endpoint.completion_of(request, answer, took_s, n)
         except ValueError as problem:  # invalid JSON, or a ShapeError
             shape = api.in_words(response.content[:200].decode("utf-8", "replace"))
-            raise NoAnswer(f"{url}: {problem}: {shape}") from None
+            raise NoAnswer(f"{url}: {problem}; the response begins: {shape}") from None
         self._check_model_of(answer.get("model"), request.lora)
         if 0 < len(completion.choices) < n and not self._ignores_n:
             self._ignores_n = True
@@ -176,18 +176,21 @@ class Remote:
         task = task_of(request.endpoint, self._job.task)
         if status in _LACKS and task != self._job.task:
             return WrongTaskError(
-                f'url: /{request.endpoint} is for task = "{task}"; {url} answered {refusal}: the server, which'
-                f' serves task = "{self._job.task}", lacks this endpoint, or its model does not fit'
+                f'url: /{request.endpoint} is for task = "{task}", but {url} answered {refusal}: the server, which'
+                f' serves task = "{self._job.task}", lacks this endpoint, or its model does not fit;'
+                " put such lines into a separate job"
             )
         if status in _LACKS and self._job.task != "generate" and lists_it:
             return _barred(
                 refusal,
-                f"{url}: answered {refusal}: the server lacks this endpoint, or its model does not fit the"
-                " task. `vllm serve` has it with --runner pooling, llama-server with --embedding or"
+                f"{url}: answered {refusal}; the server lacks this endpoint, or its model does not fit the"
+                " task. Start `vllm serve` with --runner pooling, or llama-server with --embedding or"
                 " --reranking",
             )
         if refusal.is_of_the_model and request.lora:
-            return RequestError(f"prompt.lora: the server has no {request.lora!r}: {refusal}")
+            return RequestError(
+                f"prompt.lora: the server has no adapter {request.lora!r}; it answered {refusal}"
+            )
         if refusal.is_of_the_model:
             return _barred(refusal, await self._without_model(refusal))
         if refusal.is_too_long:
@@ -209,15 +212,15 @@ class Remote:
         if lora and name != lora:
             raise EngineError(
                 f"{self.base_url}: answered as model {name!r}, but the row needs {lora!r} (prompt.lora):"
-                " the server does not select models by name; vllm serve does with --lora-modules"
+                " the server does not select models by name; use vllm serve with --lora-modules"
             )
         if isinstance(name, str) and name and not lora:
             self._answered_as = self._answered_as or name
             if name != self._answered_as:
                 raise EngineError(
-                    f"{self.base_url}: the server now answers as model {name!r}, before as"
-                    f" {self._answered_as!r}; all answers of a run must come from one model. Serve that model"
-                    " again or name it as engine.model, then run the same command again"
+                    f"{self.base_url}: the server now answers as model {name!r}, but earlier as"
+                    f" {self._answered_as!r}; all answers of a run must come from one model. Serve"
+                    f" {self._answered_as!r} again, or set engine.model to it, then run the same command again"
                 )
 
     def recheck_models(self, after_s: float = 0.0) -> None:
@@ -252,9 +255,9 @@ class Remote:
         if changes:
             since_s = time.monotonic() - self._listed_at
             raise EngineError(
-                f"{self.base_url}: the server came back with another model, or changed it:"
-                f" {'; '.join(changes)}. All answers of a run must come from one model, but those of the last"
-                f" {since_s:.0f} s may come from either. Serve the first model again and run the same"
+                f"{self.base_url}: the server's model has changed:"
+                f" {'; '.join(changes)}. All answers of a run must come from one model, but the answers of the last"
+                f" {since_s:.0f} s may come from either model. Serve the first model again and run the same"
                 " command again, or start a new run (--fresh)"
             )
         self._may_differ = not self._known.keys() <= found.keys()
@@ -307,7 +310,7 @@ class Remote:
             return [model for model in models if isinstance(model, Mapping)]
         except (orjson.JSONDecodeError, KeyError, TypeError):
             raise EngineError(
-                f"{url}: not a list of models: {refusal}; give the address of a server with OpenAI's API"
+                f"{url}: expected a list of models, found {refusal}; give the address of a server with OpenAI's API"
             ) from None
 
     async def _exchange(
@@ -349,11 +352,11 @@ class Remote:
                 f"{url}: answered {status}, moved to {where}; redirects are not"
                 " followed: give the new address as engine.base_url",
             )
-        unpaid = f"{url}: {refusal}; waiting does not help, the account must be paid"
-        how = "check that the key is for this server" if self._key else "it is not set"
+        unpaid = f"{url}: {refusal}; the account has no credit: add credit, then run the same command again"
+        how = "; check that the key is for this server" if self._key else ", which is not set"
         denied = (
             f"{url}: access refused ({refusal}); the key is read from the environment variable"
-            f" {self._job.engine.api_key_env} (engine.api_key_env): {how}"
+            f" {self._job.engine.api_key_env} (engine.api_key_env){how}"
         )
         if refusal.is_out_of_money or status == 401:
             raise EngineError(unpaid if refusal.is_out_of_money else denied)
@@ -373,8 +376,8 @@ class Remote:
             pass  # use the earlier list
         names = ", ".join(str(model.get("id")) for model in self.models[:20]) or "nothing"
         return (
-            f"{self.base_url}: no model {self._model!r} ({refusal.message}); it serves {names}:"
-            " give one of these as engine.model"
+            f"{self.base_url}: the server has no model {self._model!r} ({refusal.message}); it serves {names}:"
+            " set engine.model to one of these"
         )
 
     @property

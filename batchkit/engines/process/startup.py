@@ -34,22 +34,22 @@ _REMEDIES = {
         " engine.options.max_model_len = {fits} or less, or give the cache more memory"
         " (gpu_memory_utilization, kv_cache_memory_bytes, tensor_parallel_size).",
     r"No available memory for the cache blocks|OutOfMemoryError":
-        "The weights leave no memory: free the GPU, quantize, spread the model over more GPUs"
+        "The weights leave too little memory: free the GPU, quantize the model, spread it over more GPUs"
         " (tensor_parallel_size), or lower max_model_len and max_num_seqs.",
     r"[Qq]uantization (method|name)|Invalid quantization|does not match the quantization"
     r"|Cannot find the config file for|quantization is currently not supported|Minimum capability":
         "The weights, the device or engine.options.dtype don't allow this quantization: leave"
-        " engine.options.quantization out (a quantized model names its own), or take the model in"
+        " engine.options.quantization out (a quantized model's config names the right one), or take the model in"
         " another quantization.",
     r"divisible by (the )?tensor|is larger than the number of available GPUs":
         "The model needs tensor_parallel_size × pipeline_parallel_size GPUs (`nvidia-smi` lists them,"
         " CUDA_VISIBLE_DEVICES hides some), and tensor_parallel_size must divide its number of"
         " attention heads: lower tensor_parallel_size, for example to 1 or 2.",
     r"NUMA|numa_bind|numactl":
-        "On a CPU each of tensor_parallel_size workers takes a NUMA node of its own (`lscpu` lists"
+        "On a CPU each of tensor_parallel_size workers needs a separate NUMA node (`lscpu` lists"
         " them): lower tensor_parallel_size, or leave engine.options.numa_bind out.",
     r"less than (desired|requested)":
-        "Other programs use the memory: free it, or lower {claim}.",
+        "Other programs use the memory: end them, or lower {claim}.",
     r"any model weights":
         "The folder has no weights: download all of the model's *.safetensors files.",
     r"SafetensorError|header too (large|small)|invalid header":

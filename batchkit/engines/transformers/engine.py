@@ -143,7 +143,9 @@ class TransformersEngine:
         if self._successes >= _STRETCH and self._size < self.max_num_seqs:
             self._successes, self._size = 0, min(2 * self._size, self.max_num_seqs)
             _LOG.warning(
-                "%d answers without an error: batches of up to %d again", _STRETCH, self._size
+                "%d answers without an error: batches may have up to %d rows again",
+                _STRETCH,
+                self._size,
             )
 
     def _end_batch(self) -> None:
@@ -170,7 +172,7 @@ class TransformersEngine:
             return [Completion(answer.prepared.request, latency_s=latency_s, error=error)]
         if is_oom:
             self._successes, self._size = 0, size // 2
-            _LOG.warning("out of memory (%s): batches of up to %d", fault, self._size)
+            _LOG.warning("out of memory (%s): batches now have up to %d rows", fault, self._size)
         else:
             _LOG.warning("a batch failed (%s): running its rows one by one", fault)
             for answer in unfinished:

@@ -226,7 +226,7 @@ def _misfits(shapes: Shapes, config: Any, weights: Shapes) -> Iterator[str]:
             continue
         layer, module, side = found.groups()
         if n_layers and int(layer) >= n_layers:
-            yield f"{name}: the model has {n_layers} layers"
+            yield f"{name} is not in the model, which has {n_layers} layers"
         size = shape[1 if side == "A" else 0]
         if hidden and f"{module} {side}" in _HIDDEN and size != hidden:
             yield f"{name} has a side of {size}, but the model's hidden size is {hidden}"

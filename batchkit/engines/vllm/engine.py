@@ -198,7 +198,7 @@ class VllmEngine:
             message = (
                 f"not ready after {took_s:.0f} s (run.row_timeout_s = {self._row_timeout_s:g})"
             )
-            fault = Fault("timeout", "preparing its prompt", message)
+            fault = Fault("timeout", "preparing the prompt", message)
             raise EngineDied(fault, request=request)
 
     def _admit_burst(self, timeout_s: float) -> None:

@@ -61,8 +61,8 @@ class Loras:
             self._by_name[""] = _zero_adapter(adapters[0], Path(self._zero.name)).request
             if mixed := self._mixed_up():
                 raise EngineError(
-                    f"engine.loras: this vLLM mixes up rows of different adapters in one batch ({mixed}): upgrade"
-                    " it, or run each adapter as a job of its own (engine.lora)"
+                    f"engine.loras: this version of vLLM mixes up rows of one batch: {mixed}. Upgrade vLLM, or run a"
+                    " separate job for each adapter (engine.lora)"
                 )
 
     def of(self, request: Request) -> Any:
@@ -103,7 +103,7 @@ class Loras:
         return True
 
     def _mixed_up(self) -> str:
-        """Return the names of two adapters that vLLM mixes up in one batch; "" if there are none.
+        """Return which answers vLLM mixes up in one batch; "" if there are none.
 
         Adapters with similar answers are not compared.
         """
@@ -114,7 +114,9 @@ class Loras:
                 for other, its in self._alone.items():
                     is_clear = _distance(its, self._alone[own]) > self._clear
                     if is_clear and _distance(answer, its) < distance:
-                        return f"{own or 'none'} answers as {other or 'none'}"
+                        rows = f"rows of adapter {own!r}" if own else "rows without an adapter"
+                        source = f"adapter {other!r}" if other else "the base model"
+                        return f"{rows} get the answers of {source}"
         return ""
 
     def _answers(self, loras: Sequence[Any]) -> list[Answer]:

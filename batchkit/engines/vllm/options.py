@@ -62,13 +62,13 @@ def check_config(job: JobConfig) -> Any:
     ]
     if (copies := options.get("data_parallel_size", 1)) != 1:
         problems.append(
-            f"engine.options.data_parallel_size: {copies} copies of the model are {copies} workers:"
-            f" leave it out and set workers.count = {copies}"
+            f"engine.options.data_parallel_size: batchkit runs copies of the model as workers:"
+            f" leave this option out, and set workers.count = {copies}"
         )
     if "reasoning_parser" in options:
         problems.append(
-            "engine.options.reasoning_parser: write it as engine.reasoning_parser, which also takes"
-            " the reasoning out of the answers"
+            "engine.options.reasoning_parser: set engine.reasoning_parser instead, which also"
+            " removes the reasoning from the answers"
         )
     problems += unknown_parsers(job)
     checks = partial(_check_params, job), partial(chat_template, options), partial(adapters_of, job)

@@ -242,7 +242,7 @@ def _processors_by_task(
     }
     if job.task not in found:
         raise JobError(
-            f'task = "{job.task}": vLLM does not support it for {job.engine.model}, only'
+            f'task = "{job.task}": vLLM does not support this task for {job.engine.model}, only'
             f" {', '.join(processors) or 'generation'}"
         )
     return found

@@ -181,7 +181,7 @@ class VllmRenderer:
         for sound in sounds:
             if len(sound.samples) > heard_s * sound.sample_rate:
                 raise MediaError(
-                    f"{sound.in_words}: the model hears {heard_s} s and drops the rest; cut the recording"
+                    f"{sound.in_words}: the model reads only the first {heard_s} s; cut the recording"
                     " into parts, one row each"
                 )
 

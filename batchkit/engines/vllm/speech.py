@@ -123,7 +123,7 @@ class SpeechPrompts:
             )
         if most_s is not None and len(audio.samples) > most_s * rate:
             raise MediaError(
-                f"{audio.in_words}: the model hears {most_s} s and drops the rest; set speech.part_seconds ="
+                f"{audio.in_words}: the model reads only the first {most_s} s; set speech.part_seconds ="
                 f" {most_s}"
             )
         if self._is_english_only and language != "en":

@@ -177,7 +177,7 @@ class RayPool:
             if now - self._head_seen >= HEAD_GONE_S:
                 self._is_headless = True
                 self._broken = EngineError(
-                    f"workers.count: Ray's head at {address} is gone ({error}). Every finished row is on"
+                    f"workers.count: Ray's head at {address} does not answer ({error}). Every finished row is on"
                     " disk: start Ray again, then run the same command again"
                 )
 
@@ -302,12 +302,12 @@ class RayPool:
         worker.life.call = None  # otherwise its end would count as another death
         ray.kill(worker.life.actor)  # otherwise it would hold GPUs that waiting workers need
         if self._leases.workers:
-            self._hear(EngineLine(f"worker {worker.number} is given up: {failure}"))
+            self._hear(EngineLine(f"worker {worker.number} failed and is not restarted: {failure}"))
         elif len(self._workers) == 1:
             self._broken = EngineError(str(failure))
         else:
             n = len(self._workers)
-            self._broken = EngineError(f"all {n} workers failed; the last: {failure}")
+            self._broken = EngineError(f"all {n} workers failed; the last error: {failure}")
 
     def _watch(self) -> None:
         """Kill workers that don't answer for ``run.stall_timeout_s``. Report workers that wait for resources, once

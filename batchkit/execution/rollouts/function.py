@@ -100,7 +100,7 @@ def loaded_function(name: str) -> Function:
     place, _, attribute = name.rpartition(":")
     if place.startswith(_GIVEN):
         raise JobError(
-            f"rollout.function: a program passed {attribute} (ProductionBatchProcessor(…,"
+            f"rollout.function: the function {attribute} was passed by a program (ProductionBatchProcessor(…,"
             f" rollout={attribute})); run that program again"
         )
     try:
@@ -292,10 +292,9 @@ class Generate:
             )
         engines = self._start.job.engines
         if engine and engine not in engines:
-            known = ", ".join(engines) or "none is given"
-            raise RequestError(
-                f"generate: engine is {engine!r}, expected one of [engines]: {known}"
-            )
+            known = f"expected one of [engines]: {', '.join(engines)}"
+            known = known if engines else "but the job has no [engines]; leave engine out"
+            raise RequestError(f"generate: engine is {engine!r}, {known}")
         if not isinstance(step, str) or not _STEP.fullmatch(step):
             raise RequestError(
                 f"generate: step is {shown(step)}, expected a name of letters, digits and _"

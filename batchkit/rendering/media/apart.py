@@ -40,14 +40,14 @@ def page_image(data: bytes, page: int | None, name: str, media: MediaTable) -> I
     with _asking(PDF_READER, data, name, media) as asked:
         if page is None and (n_pages := asked("pages")) > 1:
             raise MediaError(
-                f"{name}: is a PDF of {n_pages:,} pages; name one, as in a.pdf#page=1 (with"
+                f"{name}: is a PDF of {n_pages:,} pages; select one, as in a.pdf#page=1 (with"
                 ' input.format = "pdf", each page is a row, and {{ image }} names it)'
             )
         wide, high, need_bytes = asked("size", page or 1)
         if need_bytes > media.max_decode_bytes:
             raise MediaError(
                 f"{name}: the pictures of the page need {need_bytes} bytes to decode,"
-                f" media.max_decode_bytes is {media.max_decode_bytes}; raise it or store them smaller"
+                f" but media.max_decode_bytes is {media.max_decode_bytes}; raise it, or store the pictures smaller"
             )
         scale = media.pdf_dpi / _POINTS_PER_INCH
         full = Size(max(1, round(wide * scale)), max(1, round(high * scale)))
@@ -130,7 +130,7 @@ def _asking(
     except UnreadableFileError as error:
         raise MediaError(f"{name}: {error}") from error
     except FileProcessError as error:
-        raise MediaError(f"{name}: it can't be decoded: {error}") from error
+        raise MediaError(f"{name}: can't be decoded: {error}") from error
 
 
 def _evenly(total: int, seconds: float, media: MediaTable) -> list[int]:

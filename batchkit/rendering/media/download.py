@@ -60,12 +60,12 @@ def fetch(url: str, name: str, media: MediaTable, *, timeout_s: float = TIMEOUT_
             return portal.call(_follow, url, name, media, timeout_s)
     except TimeoutError as error:
         raise MediaError(
-            f"{name}: the download was not complete after {timeout_s:g} s; download the image beforehand"
+            f"{name}: the download was not complete after {timeout_s:g} s; download the file beforehand"
         ) from error
     except (OSError, httpx.HTTPError, ValueError) as error:
         raise MediaError(
             f"{name}: the download failed ({type(error).__name__}: {error});"
-            " check the URL, or download the image beforehand"
+            " check the URL, or download the file beforehand"
         ) from error
 
 
@@ -80,7 +80,7 @@ async def _follow(url: str, name: str, media: MediaTable, timeout_s: float) -> b
                 url = urljoin(url, found)
     raise MediaError(
         f"{name}: redirected more than {MAX_REDIRECTS} times, last to {shown(url)};"
-        " give the URL of the image itself"
+        " give the URL of the file itself"
     )
 
 
@@ -99,22 +99,21 @@ def _allowed(url: str, name: str, media: MediaTable) -> _Hop:
         raise MediaError(f"{at}: its host or port is not valid; write https://host/path") from None
     if parsed.scheme not in ("http", "https"):
         raise MediaError(
-            f"{at}: images can't be read from {parsed.scheme}://;"
-            " use http(s), set media.root to a URL above them, or download them below media.root"
+            f"{at}: files can't be read from {parsed.scheme}://;"
+            " use http(s), set media.root to a URL above the files, or download the files below media.root"
         )
     host = parsed.host.rstrip(".")
     port = parsed.port or (443 if parsed.scheme == "https" else 80)
     if parsed.userinfo or not host or "%" in host or port >= 2**16:
-        raise MediaError(
-            f"{at}: has a user name, no valid host, or a port out of range; write https://host/path"
-        )
+        problem = "has a user name" if parsed.userinfo else "its host or port is not valid"
+        raise MediaError(f"{at}: {problem}; write https://host/path")
     bare = f"[{host}]" if ":" in host else host
     listed = {entry.lower() for entry in media.allow_urls}
     if f"{bare}:{port}" not in listed and (port not in (80, 443) or not listed & {bare, host}):
         entry = bare if port in (80, 443) else f"{bare}:{port}"
         raise MediaError(
-            f"{at}: {entry} is not on media.allow_urls {sorted(listed)};"
-            f' add "{entry}" if images may be fetched from there'
+            f"{at}: {entry} is not in media.allow_urls {sorted(listed)};"
+            f' add "{entry}" if files may be fetched from there'
         )
     return _Hop(parsed.copy_with(host=host), _public_addresses(host, port, at))
 

@@ -170,9 +170,10 @@ def _file_path(source: str, name: str) -> str:
     except ValueError as error:
         raise MediaError(f"{name}: not a file URL ({error}); write file:///folder/x.png") from error
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        if parts.netloc not in ("", "localhost"):
+            raise MediaError(f"{name}: the file URL names another host; write file:///folder/x.png")
         raise MediaError(
-            f"{name}: the file URL names another host, or contains a ? or #;"
-            " write file:///folder/x.png with %3F and %23, or give the path itself"
+            f"{name}: the file URL contains a ? or #; write %3F or %23 instead, or give the path itself"
         )
     return unquote(parts.path)
 

@@ -206,7 +206,7 @@ def _hint(name: str, known: Sequence[str]) -> str:
     if here := called_here(name, kind="|"):
         return f"; in templates this function is a filter: {{{{ … {here} }}}}"
     if any(k[:1].isdigit() or " " in k for k in known):
-        return "; line 1 of a CSV is read as its header: add a header if line 1 is a row"
+        return "; if the input is a CSV file without a header, add a header line"
     return ""
 
 

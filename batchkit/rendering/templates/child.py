@@ -37,7 +37,7 @@ def _answer(question: bytes) -> Any:
         if n_bytes > most:
             raise ChildRefusal(
                 "error",
-                f"the template makes {n_bytes:,} bytes; the limit is {most:,}; make its text shorter",
+                f"the template's value has {n_bytes:,} bytes, but the limit is {most:,}; make its text shorter",
             )
         return plain
     except UndefinedError as error:
@@ -67,6 +67,6 @@ def _plain(value: Any) -> Any:
         case dict():
             return {_plain(key): _plain(part) for key, part in value.items()}
     raise TypeError(
-        f"the value is of type {type(value).__name__}, which this template can't give; a template that only names"
-        " a field, or picks from a list, can (without loops, functions, and operators except +)"
+        f"the value is of type {type(value).__name__}, which only simple templates can return; use a template"
+        " that only names a field or a list's entry, without loops, functions, and operators except +"
     )
