@@ -94,9 +94,8 @@ def test_an_import_that_takes_too_long_is_neither_well_nor_ill(package: str) -> 
     facts = replace(CPU, probes={**CPU.probes, package: Probe(is_slow=True)})
     found = finding(facts, package)
     assert (found.ok, found.checked) == (True, False)
-    assert (
-        f"took too long; try again on an idle machine: python -c 'import {package}'"
-        in (found.found)
+    assert f"took too long; try again on an idle machine: python -c 'import {package}'" in (
+        found.found
     )
     assert "\n?    " in "\n" + Diagnosis([found]).to_text()
 

@@ -250,7 +250,11 @@ WRONG_JOBS: list[tuple[dict[str, Any], str, str]] = [
     ({"options": {"data_parallel_size": 2}}, "set workers.count = 2", "has no such name"),
     ({"options": {"max_num_seqs": 0}}, "max_num_seqs", "max_num_seqs: found 0, expected"),
     ({"model": "./nowhere"}, "no folder", "no folder"),
-    ({"model": str(ROOT)}, "is not a model's folder: it has no config", "is not a model's folder: it has no config"),
+    (
+        {"model": str(ROOT)},
+        "is not a model's folder: it has no config",
+        "is not a model's folder: it has no config",
+    ),
     ({"sampling": {"temprature": 1}}, "did you mean 'temperature'", "did you mean 'temperature'"),
     ({"sampling": {"top_p": "high"}}, "top_p", 'sampling.top_p: found "high"'),
     ({"sampling": {"structured_outputs": {"regexp": "a"}}}, "structured", "structured_outputs"),

@@ -144,7 +144,9 @@ def test_a_server_of_a_named_engine_prints_to_a_log_of_its_own() -> None:
 def test_rows_that_can_be_read_only_once_are_refused_where_engines_take_turns() -> None:
     tables = {"engine": OWN, "engines": {"judge": OWN}, "steps": [DRAFT, JUDGE, REVISE]}
     processor = ProductionBatchProcessor(make_job({"name": "a", **tables}, "the test"), quiet=True)
-    with pytest.raises(JobError, match=r"read only once, but engines are loaded one after .*; pass a list"):
+    with pytest.raises(
+        JobError, match=r"read only once, but engines are loaded one after .*; pass a list"
+    ):
         processor.process({"q": f"q{n}"} for n in range(N_ROWS))
     assert not RUN.exists()
 

@@ -311,7 +311,10 @@ def test_what_one_engine_began_with_says_nothing_about_the_next() -> None:
         world.dies_at = {world.polls + 1: "engine_crash"}
         answer_all(engine, requests(4, 12), window=1)
         assert engine.restarts > 1
-    assert world.said[-1] == "engine restart: the engine's process uses 1.8 GiB (run.max_host_gb = 1.5)"
+    assert (
+        world.said[-1]
+        == "engine restart: the engine's process uses 1.8 GiB (run.max_host_gb = 1.5)"
+    )
 
 
 DIED, UNSEEN = StartFailed("it died", KILLED, {}), StartFailed("it died", AT_LOAD, {})

@@ -291,9 +291,7 @@ def test_an_image_expression_gives_the_rows_own_pictures() -> None:
 
 
 def test_a_picture_does_not_leave_the_process() -> None:
-    with pytest.raises(
-        TemplateError, match=r"type Image, .* a template that only names a field"
-    ):
+    with pytest.raises(TemplateError, match=r"type Image, .* a template that only names a field"):
         images("{{ [one] * 2 }}").value({"one": Image.new("RGB", (2, 2))})
 
 

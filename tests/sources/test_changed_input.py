@@ -346,7 +346,9 @@ def test_rows_to_retry_that_are_not_in_the_input_are_missed() -> None:
     Path("in.jsonl").write_bytes(encoded(rows("old", 5)))
     write_job()
     processor = ProductionBatchProcessor(Path("job.toml"), quiet=True)
-    with pytest.raises(BrokenInputError, match="2 rows have no record: the input had fewer rows") as stop:
+    with pytest.raises(
+        BrokenInputError, match="2 rows have no record: the input had fewer rows"
+    ) as stop:
         processor.retry({3: 0, 5: 0, 6: 0})
     assert stop.value.exit_code == 1
 

@@ -79,7 +79,12 @@ ZSTD = bytes.fromhex("28b52ffd0458410000") + b'{"a": 1}\x0a'  # one raw block, w
         ("x.json", b'{"n": 1, "rows": []}', {}, "with the keys n, rows; set input.records"),
         ("x.json", b'{"n": 1, "rows": []}', {"records": "row"}, "did you mean 'rows'?"),
         ("x.json", b'{"n": 1, "rows": []}', {"records": "zz"}, "known: n, rows"),
-        ("x.json", b'{"n": 1, "rows": []}', {"records": "n"}, "is 1, expected a list of rows; set input.records"),
+        (
+            "x.json",
+            b'{"n": 1, "rows": []}',
+            {"records": "n"},
+            "is 1, expected a list of rows; set input.records",
+        ),
         ("x.json", b'[{"n": 1}]', {"records": "n"}, "leave input.records out"),
         ("x.json", b'"text"', {}, "expected a JSON list, found 'text'"),
         ("x.json", b"  \n ", {}, "broken JSON: "),

@@ -119,4 +119,6 @@ def test_metrics_are_a_file_of_the_run() -> None:
     assert verify() | {"ok": 6, "lost": 0} == verify()
     found = batchkit("export", str(shard(0, 2)), "--jsonl", str(shard(0, 2) / METRICS))
     assert found.exit_code == 1
-    assert "belongs to a run, as one of its files or its input; write to another file" in found.stderr
+    assert (
+        "belongs to a run, as one of its files or its input; write to another file" in found.stderr
+    )

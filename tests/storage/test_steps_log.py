@@ -170,7 +170,8 @@ def test_lost_generation_of_a_finished_row_is_found_and_its_answer_kept() -> Non
     assert audit.json | expected | {"torn_bytes": len(found[1])} == audit.json
     repaired = batchkit("verify", "--repair")
     assert (
-        "1 rows have lost generations; the rows' answers are kept" in repaired.stdout + repaired.stderr
+        "1 rows have lost generations; the rows' answers are kept"
+        in repaired.stdout + repaired.stderr
     )
     assert (RUN / f"{STEPS}.before-1").exists()
     assert batchkit("verify").exit_code == 0
