@@ -42,6 +42,12 @@ def tables(**given: Any) -> dict[str, Any]:
     return {"engine": {"kind": "dry-run"}, **given}
 
 
+def in_table(table: str, name: str, value: Any) -> dict[str, Any]:
+    """A job with this key; without a name, ``value`` stands in place of the table."""
+    given = {"kind": "dry-run"} if table == "engine" else {}
+    return {table: {**given, name: value} if name else value}
+
+
 def job(*overrides: str, **given: Any) -> JobConfig:
     return make_job(tables(**given), "job.toml", overrides)
 
@@ -89,15 +95,8 @@ def test_all_problems_come_at_once() -> None:
         prompt={"imges": ["a"], "chat": "no"},
         sampling={"temperature": -1},
     )
-    assert len(found) == 6
-    assert sorted(line.partition(":")[0] for line in found) == [
-        "input.format",
-        "input.limit",
-        "nmae",
-        "prompt.chat",
-        "prompt.imges",
-        "sampling.temperature",
-    ]
+    keys = "input.format input.limit nmae prompt.chat prompt.imges sampling.temperature"
+    assert sorted(line.partition(":")[0] for line in found) == keys.split()
 
 
 @pytest.mark.parametrize(
@@ -106,17 +105,11 @@ def test_all_problems_come_at_once() -> None:
         ({"input": {"limit": 0}}, "input.limit: found 0, expected whole number ≥ 1"),
         (
             {"engine": {"kind": "vlm"}},
-            (
-                'engine.kind: found "vlm", expected "vllm", "transformers", "openai-server" or "dry-run"'
-                "; did you mean 'vllm'?"
-            ),
+            'engine.kind: found "vlm", expected "vllm", …"dry-run"; did you mean \'vllm\'?',
         ),
         (
             {"run": {"max_in_flight": "aut"}},
-            (
-                'run.max_in_flight: found "aut", expected "auto" or whole number ≥ 1'
-                "; did you mean 'auto'?"
-            ),
+            'run.max_in_flight: found "aut", expected "auto" or …; did you mean \'auto\'?',
         ),
         ({"prompt": {"imges": []}}, "prompt.imges: unknown key; did you mean 'images'?"),
         ({"smpling": {}}, "smpling: unknown key; did you mean 'sampling'?"),
@@ -125,16 +118,15 @@ def test_all_problems_come_at_once() -> None:
             {"engine": {"kind": "dry-run", "max_tokens": 5}},
             "engine.max_tokens: unknown key; did you mean 'sampling.max_tokens'?",
         ),
-        (
-            {"output": {"zzz": 1}},
-            "output.zzz: unknown key; known: dir, keep, prompt, parse, choices, replay, vector_dtype, export",
-        ),
+        ({"output": {"zzz": 1}}, "output.zzz: unknown key; known: dir, keep, …, export"),
     ],
 )
 def test_problem_says_key_found_and_expected_and_what_is_near(
     given: dict[str, Any], line: str
 ) -> None:
-    assert problems(**given) == [line]
+    (found,) = problems(**given)
+    start, _, end = line.partition("…")
+    assert (found.startswith(start), found.endswith(end)) == (True, True), found
 
 
 @pytest.mark.parametrize("given", ["max_num_partial_prefills=5", "engine.enforce_eager=true"])
@@ -148,8 +140,7 @@ BAD_SHARES = [2.5, 1.0, -1, -0.5, "x", [1], float("nan")]
 
 @pytest.mark.parametrize("table", [name for name in TABLES if name not in ("sampling", "pooling")])
 def test_unknown_keys_are_refused_in_every_table(table: str) -> None:
-    given = {"kind": "dry-run"} if table == "engine" else {}
-    (line,) = problems(**{table: {**given, "qqqq": 1}})
+    (line,) = problems(**in_table(table, "qqqq", 1))
     assert line.startswith(f"{table}.qqqq: unknown key; ")
 
 
@@ -160,47 +151,41 @@ def test_unknown_key_keeps_its_name_whatever_it_is(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "key", "value", "found"),
+    ("key", "value", "found"),
     [
-        ("input", "path", 3, "3"),
-        ("input", "format", "x" * 5000, f'"{"x" * 78}…'),
-        ("input", "where", ["a"], '["a"]'),
-        ("input", "limit", True, "true"),
-        ("input", "limit", 1.0, "1.0"),
-        ("input", "limit", "10", '"10"'),
-        ("prompt", "user", ["a"], '["a"]'),
-        ("prompt", "images", "a.png", '"a.png"'),
-        ("prompt", "chat", "no", '"no"'),
-        ("prompt", "chat_template_kwargs", [], "[]"),
-        ("media", "min_pixels", -1, "-1"),
-        ("engine", "options", "x", '"x"'),
-        ("engine", "kind", 3, "3"),
-        ("sampling", "temperature", "0", '"0"'),
-        ("sampling", "temperature", True, "true"),
-        ("sampling", "max_tokens", 1.5, "1.5"),
-        ("run", "row_timeout_s", 0, "0"),
-        ("run", "checkpoint_interval_s", "5s", '"5s"'),
-        *(("run", key, 3_000_000, "3000000") for key in KEYS_OF_SECONDS),
-        *(("run", key, 1e10, "10000000000.0") for key in KEYS_OF_SECONDS),
-        ("retry", "backoff_s", 1e10, "10000000000.0"),
-        ("run", "seed", "1", '"1"'),
-        *(("run", "fail_on_error", value, shown(value)) for value in BAD_SHARES),
-        *(("run", "max_in_flight", value, shown(value)) for value in (0, -1, 1.5, True, {"a": 1})),
-        ("retry", "temperatures", 0.7, "0.7"),
-        ("output", "prompt", 1, "1"),
+        ("input.path", 3, "3"),
+        ("input.format", "x" * 5000, f'"{"x" * 78}…'),
+        ("input.where", ["a"], '["a"]'),
+        ("input.limit", True, "true"),
+        ("input.limit", 1.0, "1.0"),
+        ("input.limit", "10", '"10"'),
+        ("prompt.user", ["a"], '["a"]'),
+        ("prompt.images", "a.png", '"a.png"'),
+        ("prompt.chat", "no", '"no"'),
+        ("prompt.chat_template_kwargs", [], "[]"),
+        ("media.min_pixels", -1, "-1"),
+        ("engine.options", "x", '"x"'),
+        ("engine.kind", 3, "3"),
+        ("sampling.temperature", "0", '"0"'),
+        ("sampling.temperature", True, "true"),
+        ("sampling.max_tokens", 1.5, "1.5"),
+        ("run.row_timeout_s", 0, "0"),
+        ("run.checkpoint_interval_s", "5s", '"5s"'),
+        *((f"run.{key}", n, shown(n)) for key in KEYS_OF_SECONDS for n in (3_000_000, 1e10)),
+        ("retry.backoff_s", 1e10, "10000000000.0"),
+        ("run.seed", "1", '"1"'),
+        *(("run.fail_on_error", value, shown(value)) for value in BAD_SHARES),
+        *(("run.max_in_flight", value, shown(value)) for value in (0, -1, 1.5, True, {"a": 1})),
+        ("retry.temperatures", 0.7, "0.7"),
+        ("output.prompt", 1, "1"),
+        *((table, 3, "3") for table in (*TABLES, "vars")),
     ],
     ids=str,
 )
-def test_wrong_type_is_one_problem_of_its_key(table: str, key: str, value: Any, found: str) -> None:
-    given = {"kind": "dry-run"} if table == "engine" else {}
-    (line,) = problems(**{table: {**given, key: value}})
-    assert line.startswith(f"{table}.{key}: found {found}, ")
-
-
-@pytest.mark.parametrize("key", [*TABLES, "vars"])
-def test_value_in_the_place_of_a_table_is_one_problem(key: str) -> None:
-    (line,) = problems(**{key: 3})
-    assert line.startswith(f"{key}: found 3, ")
+def test_wrong_type_is_one_problem_of_its_key(key: str, value: Any, found: str) -> None:
+    table, _, name = key.partition(".")
+    (line,) = problems(**in_table(table, name, value))
+    assert line.startswith(f"{key}: found {found}, ")
 
 
 def test_wrong_member_of_a_list_is_named_by_its_place() -> None:
@@ -258,11 +243,7 @@ JSON = st.recursive(
 @given(key=st.sampled_from(KEYS), value=JSON)
 def test_any_value_makes_a_job_or_one_problem_in_plain_words(key: str, value: Any) -> None:
     table, _, name = key.partition(".")
-    message = complaint(
-        lambda: job(
-            **{table: {"kind": "dry-run", name: value} if table == "engine" else {name: value}}
-        )
-    )
+    message = complaint(lambda: job(**in_table(table, name, value)))
     assert not JARGON.search(message)
     head, *lines = message.splitlines() or [""]
     if "problem" in head:
@@ -271,11 +252,8 @@ def test_any_value_makes_a_job_or_one_problem_in_plain_words(key: str, value: An
 
 
 def test_key_that_breaks_lines_is_reported_on_one() -> None:
-    message = complaint(lambda: job(input={"a\rb": 1, "c": 1}))
-    assert [line.partition(":")[0].strip() for line in message.splitlines()[1:]] == [
-        "input.a\\rb",
-        "input.c",
-    ]
+    lines = problems(input={"a\rb": 1, "c": 1})
+    assert [line.partition(":")[0] for line in lines] == ["input.a\\rb", "input.c"]
 
 
 # --set
@@ -330,7 +308,6 @@ def test_later_override_wins_and_the_rest_stays() -> None:
         ("smpling.temperature=0", "smpling: unknown key; did you mean 'sampling'?"),
         ("input.limit=many", 'input.limit: found "many", '),
         ("input=3", "input: found "),
-        (f"vars.a={'[' * 150}{']' * 150}", "vars.a.0.0.0.0…: nested more than 100 deep"),
         (f"vars{'.a' * DEEP}=1", "nested more than 100 deep"),
         (f"run.seed={HUGE}", 'run.seed: found "9999'),
         (f"run.seed={2**65}", "run.seed: found a number of 66 bits"),
@@ -374,24 +351,21 @@ def test_dry_run_in_place_of_any_engine_leaves_out_what_only_that_knows() -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "setting"),
     [
-        (["limit", "5"], "--set limit: write KEY=VALUE without spaces, for example --set inp"),
-        (
-            ["input.limit", "=", "5"],
-            "--set input.limit: write KEY=VALUE without spaces, for example --set i",
-        ),
-        (["max_model_len", "5"], "for example --set sampling.temperature=…"),
+        (["limit", "5"], "limit"),
+        (["input.limit", "=", "5"], "input.limit"),
+        (["max_model_len", "5"], "max_model_len"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "validate", "retry-failed", "score"])
 def test_value_in_a_word_of_its_own_says_how_to_write_it(
-    command: str, words: list[str], message: str, tmp_path: Path
+    command: str, words: list[str], setting: str
 ) -> None:
     result = batchkit(command, "job.toml", "--set", *words)
     assert result.exit_code == 2
-    assert result.stderr.startswith("batchkit: error: ")
-    assert message in result.stderr
+    expected = f"batchkit: error: --set {setting}: write KEY=VALUE without spaces, for example "
+    assert result.stderr.startswith(expected)
 
 
 # Paths
@@ -416,9 +390,7 @@ def test_paths_are_looked_up_beside_the_job_file_and_then_in_the_working_directo
     assert found.input.path == str(jobs / "rows.jsonl")
     assert found.prompt.user_file == str(here / "q.j2")
     assert found.media.root == str(here / "images")
-    assert found.prompt.system_file == str(jobs / "no.j2"), (
-        "what is nowhere is named beside the job"
-    )
+    assert found.prompt.system_file == str(jobs / "no.j2"), "named beside the job"
     assert found.folder == here / "output" / "batch"
 
 
@@ -539,14 +511,6 @@ def test_file_is_utf8_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:
     assert refusal(lambda: load_job(path)) == f"{path}: is not UTF-8 text; save it as UTF-8"
 
 
-def test_problems_name_the_file(tmp_path: Path) -> None:
-    path = write_job(tmp_path, "[engine]\nkind = 'dry-run'\n[run]\nsede = 1\n")
-    assert refusal(lambda: load_job(path)).splitlines() == [
-        f"{path}: 1 problem",
-        "  run.sede: unknown key; did you mean 'seed'?",
-    ]
-
-
 # The job from Python
 
 
@@ -563,12 +527,8 @@ def test_job_can_be_made_from_python_with_defaults() -> None:
 
 def test_sampling_passes_every_name_on_but_its_own() -> None:
     found = job(sampling={"top_k": 5, "stop": ["x"], "sampling_column": "params"})
-    assert found.sampling.params() == {
-        "temperature": 0.0,
-        "max_tokens": 256,
-        "top_k": 5,
-        "stop": ["x"],
-    }
+    defaults = {"temperature": 0.0, "max_tokens": 256}
+    assert found.sampling.params() == {**defaults, "top_k": 5, "stop": ["x"]}
 
 
 @pytest.mark.parametrize("key", KEYS)

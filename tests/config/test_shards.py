@@ -1,7 +1,4 @@
-"""``run --shard``: static shares of the rows, each with a run folder of its own.
-
-The dry-run engine stands in for a model: only the counting matters.
-"""
+"""``run --shard``: static shares of the rows, each with a run folder of its own."""
 
 from __future__ import annotations
 
@@ -74,17 +71,12 @@ def test_share_of_a_row_never_changes() -> None:
 
 def test_rows_with_ids_keep_their_shard_wherever_they_stand() -> None:
     rows = write_rows(60)
-    before = ids_in(InputTable(path="in.jsonl", id="key", shard="1/3"))
+    table = InputTable(path="in.jsonl", id="key", shard="1/3")
+    before = {row.id for row in read_rows(table)}
     random.Random(1).shuffle(rows)
     write_rows(rows)
-    assert ids_in(InputTable(path="in.jsonl", id="key", shard="1/3")) == before
-    assert 10 < len(before) < 30
-
-
-def ids_in(table: InputTable) -> set[str]:
-    rows = [row.id for row in read_rows(table)]
-    assert len(rows) == count_rows(table)
-    return set(rows)
+    assert {row.id for row in read_rows(table)} == before
+    assert 10 < len(before) == count_rows(table) < 30
 
 
 def test_shard_is_a_share_of_the_rows_within_the_limit() -> None:
@@ -111,8 +103,7 @@ def test_row_that_cannot_be_read_is_in_one_shard() -> None:
     Path("in.jsonl").write_text("\n".join(rows) + "\n")
     write_job(input={"id": "key"})
     found = [run("--shard", f"{number}/3").json for number in range(3)]
-    assert sum(shard["ok"] for shard in found) == 18
-    assert sum(shard["failed"] for shard in found) == 2
+    assert [sum(shard[name] for shard in found) for name in ("ok", "failed")] == [18, 2]
 
 
 # Each is a run like any other
@@ -204,14 +195,13 @@ def test_rows_from_python_have_no_shard() -> None:
 )
 def test_what_is_no_shard_is_refused(text: str, words: str) -> None:
     prepare(3)
-    found = run(f"--shard={text}")
-    assert found.exit_code == 2
-    assert words in found.stderr
-    assert "--shard" in found.stderr
+    for args, named in (
+        ((f"--shard={text}",), "--shard"),
+        (("--set", f"input.shard={text!r}"), "input.shard: "),
+    ):
+        found = run(*args)
+        assert (found.exit_code, named in found.stderr, words in found.stderr) == (2, True, True)
     assert not Path("output").exists()
-    found = run("--set", f"input.shard={text!r}")
-    assert found.exit_code == 2
-    assert "input.shard: " in found.stderr
 
 
 def test_shard_is_written_in_one_way() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 ENGINE = {"judge": DRY}
 VLLM = {"model": "m"}
-BY_ROW = {"user": "{{ q }}", "lora": "{{ a }}"}
-WRONG: list[tuple[dict[str, Any], str]] = [
+USER = {"user": "{{ q }}"}
+BY_ROW = {**USER, "lora": "{{ a }}"}
+GPU_HOURS = {"price_per_gpu_hour": 2.0}
+SOLVE = {"function": "a:b"}
+REASK = {"retry": {"reask": 1, "reask_note": "x"}}
+SERVER = {"kind": "openai-server", "model": "m", "base_url": "http://a/v1"}
+WRONG: list[tuple[dict[str, Any], str]] = [  # how the one problem begins
     (
         {"engine": VLLM, "prompt": BY_ROW},
-        'prompt.lora: there are no named adapters; add [engine.loras], for example legal = "adapters/legal"',
+        "prompt.lora: there are no named adapters; add [engine.lo",
     ),
     (
-        {"engine": {**VLLM, "loras": {"a": "x"}}, "prompt": {"user": "{{ q }}"}},
-        'engine.loras: no row uses them; set prompt.lora, for example to "{{ column }}"',
+        {"engine": {**VLLM, "loras": {"a": "x"}}, "prompt": USER},
+        "engine.loras: no row uses them; set",
     ),
     (
         {"engine": {**VLLM, "kind": "transformers"}, "steps": [step(prompt=BY_ROW)]},
@@ -75,43 +81,33 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"engine": {**VLLM, "loras": {" a": "x"}}, "prompt": BY_ROW},
-        "engine: loras: ' a' is not a valid adapter name; use a name that is not empty and has no space at its beginning or end",
-    ),
-    (
-        {"prompt": BY_ROW, "task": "embed"},
-        'prompt.lora: is for task = "generate", whose answer is text, but task is "embed", so leave it out',
+        "engine: loras: ' a' is not a valid adapter name; use a name that is not empty and has no",
     ),
     (
         {"steps": [step(), step("b", smapling={})]},
-        "steps.b.smapling: unknown key; did you mean 'sampling'?",
+        "steps.b.smapling: unknown key; did you mean 'sam",
     ),
     (
         {"steps": [step(sampling={"temperature": "x"})]},
         'steps.draft.sampling.temperature: found "x", expected number ≥ 0 or text like {{ column }}',
     ),
-    (
-        {"steps": [step(user="x")]},
-        "steps.draft.user: unknown key; did you mean 'prompt.user'?",
-    ),
+    ({"steps": [step(user="x")]}, "steps.draft.user: unknown key; did you mean 'prompt.user'?"),
     ({"steps": [{"prompt": {}}]}, "steps.0.name: this key is missing"),
-    (
-        {"steps": [step("a b")]},
-        'steps.0.name: found "a b", expected text of letters, digits and _, beginning with no digit',
-    ),
+    ({"steps": [step("a b")]}, 'steps.0.name: found "a b", expected text of letters, digits and _'),
     (
         {"steps": [step(), step("draft")]},
-        "steps: two steps are named 'draft'; give each step its own name",
+        "steps: two steps are named 'draft'; give each step its own",
     ),
     (
         {"steps": [step("items")]},
-        "steps.items: templates can't read steps.items, which is a method of dict; choose another name",
+        "steps.items: templates can't read steps.items, which is a method",
     ),
     ({"steps": [3]}, "steps.0: found 3, expected table"),
     ({"steps": {}}, "steps: found {}, expected list of tables; write [[steps]] instead of [steps]"),
     ({"step": [step()]}, "step: unknown key; did you mean 'steps'?"),
     (
         {"steps": [step(extract="regex")]},
-        "steps.draft.extract.regex.pattern: this key is missing; write { regex = { pattern = … } }",
+        "steps.draft.extract.regex.pattern: this key is missing; w",
     ),
     (
         {"steps": [step(), step("b", prompt={"system": "x"})]},
@@ -119,11 +115,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": [step(answer=False)]},
-        "steps: all steps have answer = false, but one step must give the row's answer",
+        "steps: all steps have answer = false, but one step must give",
     ),
     (
-        {"steps": [step()], "prompt": {"user": "x"}},
-        "prompt.user: leave it out, because [[steps]] has its own prompts",
+        {"steps": [step()], "prompt": USER},
+        "prompt.user: [[steps]] has its own prompts; leave it out",
     ),
     (
         {"steps": [step()], "output": {"parse": "json"}},
@@ -131,34 +127,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"steps": [step(parse="json")], "sampling": NO_SCHEMA},
-        (
-            "steps.draft.sampling.structured_outputs.json: not a valid JSON schema: $.type: 'x' is not valid"
-            " under any of the given schemas"
-        ),
+        "steps.draft.sampling.structured_outputs.json: not a valid JSON schema: $.type: 'x' is not",
     ),
     (
-        {"steps": [step(prompt=FORCED, engine="judge")], "engines": {"judge": {"model": "m"}}},
-        (
-            "steps.draft.prompt.tool_choice: forcing a call needs engine.tool_call_parser: set it to vLLM's parser"
-            ' for this model, for example "hermes", or use "auto" here'
-        ),
+        {"steps": [step(prompt=FORCED, engine="judge")], "engines": {"judge": VLLM}},
+        "steps.draft.prompt.tool_choice: forcing a call needs engine.tool_call_parser: set it to vL",
     ),
     (
-        {"steps": [step()], "retry": {"reask": 1, "reask_note": "x"}},
-        (
-            "retry.reask: has no effect, because all answers are accepted; set extract or parse of a step"
-        ),
+        {"steps": [step()], **REASK},
+        "retry.reask: no answer would be asked again, because all are acc",
     ),
     (
         {"steps": [step(extract="code", scorers=["chart"])]},
         "steps.draft.scorers: chart is computed after the run; put it into scoring.scorers",
-    ),
-    (
-        {"steps": [step()], "task": "embed"},
-        (
-            '[[steps]]: is for task = "generate", whose answer is text, but task is "embed", so leave it'
-            " out"
-        ),
     ),
     (
         {"steps": [step()], "vars": {"steps": 1}},
@@ -175,50 +156,35 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"engines": {"judge": 3}}, "engines.judge: found 3, expected table"),
     (
         {"steps": [step()], "engines": ENGINE},
-        "engines.judge: no step uses it; set engine = 'judge' in a step, or leave it out",
+        "engines.judge: no step uses it; set engine = 'judge'",
     ),
     (
         {"steps": [step(engine="a.b")], "engines": {"a.b": DRY}},
         "engines.'a.b': the name of an engine may only have letters, digits, - and _",
     ),
     (
-        {
-            "steps": [step(engine="judge")],
-            "engines": {
-                "judge": {"kind": "openai-server", "model": "m", "base_url": "http://a/v1"}
-            },
-            "budget": {"price_per_gpu_hour": 2.0},
-        },
-        "budget.price_per_gpu_hour: does not apply to the server of engines.judge; set budget.price_per_million_tokens",
+        {"steps": [step(engine="judge")], "engines": {"judge": SERVER}, "budget": GPU_HOURS},
+        "budget.price_per_gpu_hour: engines.judge is a server; set budget.price_per_million_tokens",
     ),
+    ({"steps": [step()], "rollout": SOLVE}, "[rollout]: its function submits all generations of a"),
     (
-        {"steps": [step()], "rollout": {"function": "a:b"}},
-        "[rollout]: its function submits all generations of a row, so leave [[steps]] out",
-    ),
-    (
-        {
-            "rollout": {"function": "a:b"},
-            "scoring": {"extract": "number"},
-            "retry": {"reask": 1, "reask_note": "x"},
-        },
-        "retry.reask: has no effect with [rollout]; leave it out, and do this in the function",
+        {"rollout": SOLVE, "scoring": {"extract": "number"}, **REASK},
+        "retry.reask: a rollout function does this itself; leave it out with [rollout]",
     ),
 ]
 
 
 @pytest.mark.parametrize(("tables", "found"), WRONG)
 def test_what_is_wrong_is_named(tables: dict[str, Any], found: str) -> None:
-    assert problems(**tables) == [found]
+    (line,) = problems(**tables)
+    assert line.startswith(found)
 
 
 def test_all_problems_of_steps_come_at_once() -> None:
     bad = {"prompt": {"user": 3}, "sampling": {"max_tokens": 0}}
-    assert problems(steps=[step(**bad), {"prompt": {"images": [1]}}]) == [
-        "steps.draft.prompt.user: found 3, expected text",
-        "steps.draft.sampling.max_tokens: found 0, expected whole number ≥ 1 or text like {{ column }}",
-        "steps.1.name: this key is missing",
-        "steps.1.prompt.images.0: found 1, expected text",
-    ]
+    found = problems(steps=[step(**bad), {"prompt": {"images": [1]}}])
+    keys = ["draft.prompt.user", "draft.sampling.max_tokens", "1.name", "1.prompt.images.0"]
+    assert [line.partition(":")[0] for line in found] == [f"steps.{key}" for key in keys]
 
 
 # What a step is
@@ -242,8 +208,7 @@ def test_a_setting_reaches_one_step(key: str) -> None:
 
 
 def test_a_setting_reaches_a_named_engine() -> None:
-    judge = {"kind": "openai-server", "model": "m", "base_url": "http://a/v1"}
-    tables: dict[str, Any] = {"steps": [step(engine="judge")], "engines": {"judge": judge}}
+    tables: dict[str, Any] = {"steps": [step(engine="judge")], "engines": {"judge": SERVER}}
     assert made("engines.judge.model=2024", **tables).engines["judge"].model == "2024"
     tried = made("engines.judge.kind=dry-run", **tables).engines["judge"]
     assert (tried.kind, tried.base_url) == ("dry-run", None)
@@ -255,44 +220,39 @@ def test_a_setting_reaches_a_named_engine() -> None:
         ("steps.draf.when=1", "steps has no 'draf'; did you mean 'draft'?"),
         ("steps.7.when=1", "steps has no '7'; steps has draft"),
         ("steps.draft=1", "steps.draft is a table; name one of its keys"),
-        (
-            "steps.draft.when.x=1",
-            "steps.draft.when is a single value and has no keys; set steps.draft.when itself",
-        ),
+        ("steps.draft.when.x=1", "steps.draft.when is a single value and has no keys; set steps"),
     ],
 )
 def test_a_setting_that_reaches_no_step_is_refused(override: str, found: str) -> None:
-    with pytest.raises(JobError) as refused:
+    with pytest.raises(JobError, match=re.escape(f": {found}")):
         made(override, steps=[step(when="1")])
-    assert str(refused.value).endswith(f": {found}")
 
 
 # Paths
 
 
 def test_files_of_steps_are_found_beside_the_job_file(folder: Path) -> None:
-    for name in ("s.j2", "u.j2", "t.json", "solve.py"):
-        (folder / name).write_text("[]")
     files = {"system_file": "s.j2", "user_file": "u.j2", "tools": "t.json"}
+    for name in files.values():
+        (folder / name).write_text("[]")
     write_toml(steps=[{"name": "a", "prompt": files}])
     prompt = load_job(Path("job.toml")).steps[0].prompt
-    assert [prompt.system_file, prompt.user_file, prompt.tools] == [
-        str(folder / name) for name in ("s.j2", "u.j2", "t.json")
-    ]
+    assert prompt.model_dump(include={*files}) == {key: str(folder / files[key]) for key in files}
 
 
 @pytest.mark.parametrize(
-    ("function", "file"),
+    ("function", "found"),
     [
-        ("solve.py:go", "jobs/solve.py"),
-        ("solve:go", "jobs/solve.py"),
-        ("pkg.solve:go", "jobs/pkg/solve.py"),
-        ("elsewhere.py:go", "elsewhere.py"),
-        ("elsewhere:go", "elsewhere.py"),
+        ("solve.py:go", "FOLDER/jobs/solve.py:go"),
+        ("solve:go", "FOLDER/jobs/solve.py:go"),
+        ("pkg.solve:go", "FOLDER/jobs/pkg/solve.py:go"),
+        ("elsewhere.py:go", "FOLDER/elsewhere.py:go"),
+        ("elsewhere:go", "FOLDER/elsewhere.py:go"),
+        ("asyncio.tasks:sleep", "asyncio.tasks:sleep"),
     ],
 )
 def test_a_function_is_found_beside_the_job_file_first(
-    folder: Path, function: str, file: str
+    folder: Path, function: str, found: str
 ) -> None:
     for name in ("jobs/solve.py", "solve.py", "jobs/pkg/solve.py", "elsewhere.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -301,14 +261,7 @@ def test_a_function_is_found_beside_the_job_file_first(
     Path("job.toml").rename("jobs/job.toml")
     rollout = load_job(Path("jobs/job.toml")).rollout
     assert rollout is not None
-    assert rollout.function == f"{folder / file}:go"
-
-
-def test_a_function_of_an_installed_module_stays_one(folder: Path) -> None:
-    write_toml(rollout={"function": "asyncio.tasks:sleep"})
-    rollout = load_job(Path("job.toml")).rollout
-    assert rollout is not None
-    assert rollout.function == "asyncio.tasks:sleep"
+    assert rollout.function == found.replace("FOLDER", str(folder))
 
 
 @pytest.mark.parametrize("function", ["solve.py:solve", "solve:solve"])
@@ -336,9 +289,7 @@ def test_the_job_of_a_run_is_read_back_as_it_was() -> None:
         name="a",
         steps=[
             step(prompt={"user": "x", "texts": {"z": "a", "b": "c"}, "tools": [TOOL]}),
-            step(
-                "b", sampling={"temperature": 0.0}, when="{{ q }}", engine="judge", extract="number"
-            ),
+            step("b", sampling={"temperature": 0.0}, when="1", engine="judge", extract="number"),
             step("c", sampling={"structured_outputs": {"json": {"z": {}, "a": {}}}}),
         ],
         sampling={"temperature": 0.7},

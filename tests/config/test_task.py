@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 import pytest
@@ -25,59 +26,42 @@ def refusal(**tables: Any) -> str:
     return str(caught.value)
 
 
+OF_GENERATE = 'is for task = "generate"'
+SERVER = {"kind": "openai-server", "model": "m", "base_url": "http://localhost/v1"}
+
+
 @pytest.mark.parametrize(
-    ("tables", "expected"),
+    ("task", "tables", "expected"),
     [
-        ({"task": "embedding"}, 'task: found "embedding", expected "generate", "embed"'),
-        ({"pair": PAIR}, '[pair]: is for task = "score", but task is "generate"'),
-        ({"pooling": {"dimensions": 4}}, "[pooling]: is for pooling tasks"),
-        ({"task": "embed", "pair": PAIR}, '[pair]: is for task = "score", but task is "embed"'),
-        ({"task": "embed", "sampling": {"top_p": 0.5}}, '[sampling]: is for task = "generate"'),
-        ({"task": "embed", "output": {"parse": "json"}}, 'output.parse: is for task = "generate"'),
+        ("embedding", {}, 'task: found "embedding", expected "generate", "embed"'),
+        ("generate", {"pair": PAIR}, '[pair]: is for task = "score"; task is "generate"'),
+        ("generate", {"pooling": {"dimensions": 4}}, "[pooling]: is for pooling tasks"),
+        ("embed", {"pair": PAIR}, '[pair]: is for task = "score"; task is "embed"'),
+        ("embed", {"sampling": {"top_p": 0.5}}, f"[sampling]: {OF_GENERATE}"),
+        ("embed", {"output": {"parse": "json"}}, f"output.parse: {OF_GENERATE}"),
+        ("embed", {"retry": {"reask": 1, "reask_note": "Again."}}, f"retry.reask: {OF_GENERATE}"),
+        ("embed", {"scoring": {"scorers": ["em"]}}, f"[scoring]: {OF_GENERATE}"),
+        ("embed", {"steps": [{"name": "a", "prompt": {"user": "x"}}]}, f"[[steps]]: {OF_GENERATE}"),
+        ("embed", {"prompt": {"user": "x", "lora": "{{ a }}"}}, f"prompt.lora: {OF_GENERATE}"),
+        ("embed", {"prompt": {"system": "Be brief."}}, "unless prompt.chat = true"),
+        ("embed", {"pooling": {"dimensions": 0}}, "pooling.dimensions: found 0, expected whole"),
+        ("classify", {"pooling": {"dimensions": 4}}, 'pooling.dimensions: is for task = "embed"'),
+        ("token_classify", {"pooling": {"dimensions": 4}}, 'pooling.dimensions: is for task = "e'),
+        ("score", {"pair": {"documents": "x"}}, "pair.query: is missing"),
+        ("score", {"pair": {"query": "x"}}, "pair.documents: is missing"),
+        ("score", {"pair": PAIR, "prompt": {"user": "x"}}, 'prompt.user: task = "score" uses [p'),
+        ("token_embed", {"engine": SERVER}, '"openai-server" does not support the task "token_em'),
         (
-            {"task": "embed", "retry": {"reask": 1, "reask_note": "Again."}},
-            'retry.reask: is for task = "generate"',
-        ),
-        ({"task": "embed", "scoring": {"scorers": ["em"]}}, '[scoring]: is for task = "generate"'),
-        (
-            {"task": "classify", "pooling": {"dimensions": 4}},
-            'pooling.dimensions: is for task = "embed"',
-        ),
-        (
-            {"task": "embed", "pooling": {"dimensions": 0}},
-            "pooling.dimensions: found 0, expected whole number ≥ 1",
-        ),
-        ({"task": "embed", "prompt": {"system": "Be brief."}}, "unless prompt.chat = true"),
-        ({"task": "score", "pair": {"documents": "x"}}, "pair.query: is missing"),
-        ({"task": "score", "pair": {"query": "x"}}, "pair.documents: is missing"),
-        (
-            {"task": "score", "pair": PAIR, "prompt": {"user": "x"}},
-            'prompt.user: task = "score" uses [pair]',
-        ),
-        (
-            {"task": "embed", "engine": {"kind": "transformers", "model": "m"}},
+            "embed",
+            {"engine": {"kind": "transformers", "model": "m"}},
             'engine.kind: "transformers" does not support the task "embed"',
         ),
-        (
-            {"task": "token_classify", "pooling": {"dimensions": 4}},
-            'pooling.dimensions: is for task = "embed"',
-        ),
-        (
-            {
-                "task": "token_embed",
-                "engine": {
-                    "kind": "openai-server",
-                    "model": "m",
-                    "base_url": "http://localhost/v1",
-                },
-            },
-            'engine.kind: "openai-server" does not support the task "token_embed"',
-        ),
     ],
-    ids=lambda found: None if isinstance(found, str) else "-".join(found),
 )
-def test_a_key_that_does_not_fit_the_task_is_named(tables: dict[str, Any], expected: str) -> None:
-    assert expected in refusal(**tables)
+def test_a_key_that_does_not_fit_the_task_is_named(
+    task: str, tables: dict[str, Any], expected: str
+) -> None:
+    assert expected in refusal(task=task, **tables)
 
 
 def test_all_keys_that_do_not_fit_are_reported_together() -> None:
@@ -97,13 +81,10 @@ def test_all_keys_that_do_not_fit_are_reported_together() -> None:
     ],
 )
 def test_texts_to_embed_are_sent_as_they_are(prompt: dict[str, Any], is_chat: bool) -> None:
+    assert job(prompt={"user": "x"}).prompt.chat  # what else is generated from
     found = job(task="embed", prompt=prompt)
     assert found.prompt.chat is is_chat
     assert JobConfig.model_validate(found.model_dump()).model_dump() == found.model_dump()
-
-
-def test_generated_answers_are_chats() -> None:
-    assert job(prompt={"user": "x"}).prompt.chat
 
 
 def test_what_decides_the_answers_of_a_pooling_task_is_identity() -> None:
@@ -116,8 +97,6 @@ def test_what_decides_the_answers_of_a_pooling_task_is_identity() -> None:
 
 
 def test_a_pooling_job_is_written_down_and_read_again() -> None:
-    import tomllib
-
     found = job(task="score", pair=PAIR, pooling={"use_activation": False})
     again = make_job(tomllib.loads(toml_of(found)), "job.toml")
     assert identity(again) == identity(found)

@@ -110,7 +110,6 @@ def test_a_server_can_not_act_on_the_terminal() -> None:
 def test_an_answer_can_not_act_on_the_terminal() -> None:
     with serving(lambda text, body: f"said {HOSTILE}") as server:
         prepare_for(server)
-        prepare_for(server)
         on_a_terminal("run", "job.toml")
         for flags in ([], ["--json"]):
             printed = on_a_terminal("show", "job.toml", *flags)

@@ -25,16 +25,10 @@ LONG = f"s3://{'a' * 800_000}"
         ({"vars": {"t": {"a": None, "b": 1}}}, "vars.t.a"),
         ({"input": {"where": {"kind": None}}}, "input.where.kind"),
         ({"input": {"where": {"kind": ["a", None]}}}, "input.where.kind.1"),
-        (
-            {"prompt": {"chat_template_kwargs": {"tools": None}}},
-            "prompt.chat_template_kwargs.tools",
-        ),
+        ({"prompt": {"chat_template_kwargs": {"t": None}}}, "prompt.chat_template_kwargs.t"),
         ({"prompt": {"tools": [{"function": {"name": None}}]}}, "prompt.tools.0.function.name"),
         ({"sampling": {"logit_bias": {"5": None}}}, "sampling.logit_bias.5"),
-        (
-            {"engine": {"kind": "dry-run", "options": {"a": {"b": None}}}},
-            "engine.options.a.b",
-        ),
+        ({"engine": {"kind": "dry-run", "options": {"a": {"b": None}}}}, "engine.options.a.b"),
     ],
 )
 def test_none_that_a_job_file_would_lose_is_refused(given: dict[str, Any], key: str) -> None:

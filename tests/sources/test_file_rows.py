@@ -76,11 +76,7 @@ def test_the_format_files_takes_every_file_that_is_not_hidden() -> None:
     ("files", "path", "problem"),
     [
         (["a.png", "b.pdf"], "in", 'has images and PDFs; choose one kind .*"pdf"'),
-        (
-            ["a.png", "b.csv"],
-            "in/*",
-            "matches images and also .*/in/b.csv, which contains rows",
-        ),
+        (["a.png", "b.csv"], "in/*", "matches images and also .*/in/b.csv, which contains rows"),
         (["a.txt", "b.md"], "in", r'is a folder; name its files, .*/in/\*.txt, .*"files"'),
         (["a.heic"], "in/*.png", "no file matches; check input.path"),
     ],
@@ -138,11 +134,8 @@ def test_files_of_a_remote_folder_are_rows() -> None:
         for path in ("memory://shots/", "memory://shots/*.png"):
             write_job(path)
             assert run("--fresh").exit_code == 0
-            assert sorted(record["id"] for record in records()) == ["p10.png", "p9.png"]
-            assert [record["id"] for record in sorted(records(), key=lambda r: r["index"])] == [
-                "p9.png",
-                "p10.png",
-            ]
+            assert {r["index"]: r["id"] for r in records()} == {0: "p9.png", 1: "p10.png"}
+            assert len(records()) == 2
     finally:
         store.rm("/shots", recursive=True)
 
@@ -175,9 +168,9 @@ def test_a_changed_image_is_answered_again_and_the_others_are_kept() -> None:
     assert "photos/b.png: " in refused.stderr
     kept = run("--on-change", "requeue")
     assert "2 records kept, 1 rows to run again" in kept.stderr
-    by_index = sorted(records(), key=lambda record: record["index"])
-    assert [record["id"] for record in by_index] == [
-        f"photos/{name}.png" for name in ("a", "aa", "b", "c")
+    names = ("a", "aa", "b", "c")
+    assert sorted((r["index"], r["id"]) for r in records()) == [
+        (n, f"photos/{name}.png") for n, name in enumerate(names)
     ]
 
 

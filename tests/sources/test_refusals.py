@@ -14,6 +14,7 @@ import pytest
 from batchkit.errors import InputError
 from tests.support.sources import rows_of, write
 
+GZIP = partial(gzip.compress, mtime=0)
 ZSTD = bytes.fromhex("28b52ffd0458410000") + b'{"a": 1}\x0a'  # one raw block, without its checksum
 
 
@@ -29,46 +30,27 @@ ZSTD = bytes.fromhex("28b52ffd0458410000") + b'{"a": 1}\x0a'  # one raw block, w
         ("x.csv", "a,b".encode("utf-32"), {}, "is UTF-16 text; save it as UTF-8"),
         ("x.jsonl", b"PAR1\x00", {}, 'set input.format = "parquet"'),
         ("x.csv", b"PK\x03\x04", {}, "an Excel workbook; unpack it, or name it .xlsx"),
-        ("x.jsonl", gzip.compress(b"{}", mtime=0), {}, "give its name the suffix .gz"),
+        ("x.jsonl", GZIP(b"{}"), {}, "give its name the suffix .gz"),
         ("x.jsonl", b"\x28\xb5\x2f\xfd..", {}, "give its name the suffix .zst"),
         ("x.jsonl", bz2.compress(b"{}"), {}, "give its name the suffix .bz2"),
         ("x.jsonl", lzma.compress(b"{}"), {}, "give its name the suffix .xz"),
-        (
-            "x.jsonl.xz",
-            lzma.compress(b"{}\n") * 2,
-            {},
-            "more than one xz stream; compress it again",
-        ),
+        ("x.jsonl.xz", lzma.compress(b"{}\n") * 2, {}, "more than one xz stream; compress it"),
         ("x.jsonl.xz", lzma.compress(b"{}" * 999)[:-9], {}, "the xz file is cut off"),
-        (
-            "x.csv",
-            b"a,b\r1,2\r",
-            {},
-            "line 1: has a carriage return (\\r) in a cell without quotes",
-        ),
+        ("x.csv", b"a,b\r1,2\r", {}, "line 1: has a carriage return (\\r) in a cell without quo"),
         # The package zstandard gives what is there; Python's own readers of bz2 and xz take a later stream's damaged
         # beginning for the end of the file.
         ("x.txt.zst", ZSTD, {}, "runcated"),
         *(
-            (
-                f"x.jsonl.{suffix}",
-                pack(b'{"a": 1}\n') + b"X" + pack(b'{"a": 2}\n')[1:],
-                {},
-                "can't be read: ",
-            )
-            for suffix, pack in (
-                ("gz", partial(gzip.compress, mtime=0)),
-                ("bz2", bz2.compress),
-                ("xz", lzma.compress),
-            )
+            (f"x.jsonl.{suffix}", pack(b"{}\n") + b"X" + pack(b"{}\n")[1:], {}, "can't be read: ")
+            for suffix, pack in {"gz": GZIP, "bz2": bz2.compress, "xz": lzma.compress}.items()
         ),
         (
             "x.jsonl.gz",
             b"{}",
             {},
-            "the suffix .gz is for a compressed file, but this file is not compressed in this format; rename the file",
+            "the suffix .gz stands for a compressed file, but this file is no",
         ),
-        ("x.jsonl.gz", gzip.compress(b"{}" * 999, mtime=0)[:-9], {}, "can't be read: "),
+        ("x.jsonl.gz", GZIP(b"{}" * 999)[:-9], {}, "can't be read: "),
         ("x.jsonl", b'[\n{"a": 1}]', {}, 'set input.format = "json"'),
         ("x.jsonl", b'[{"a": 1}]', {}, 'set input.format = "json"'),
         ("x.jsonl", b'{\n "a": 1}', {}, 'set input.format = "json"'),
@@ -96,24 +78,14 @@ ZSTD = bytes.fromhex("28b52ffd0458410000") + b'{"a": 1}\x0a'  # one raw block, w
         ("x.csv", b"\n\n", {}, "has only blank lines"),
         ("x.csv", b'{"a": 1}\n', {}, 'set input.format to "json" or "jsonl"'),
         ("x.csv", b"\xff,b\n1,2\n", {}, "line 1: the header is not UTF-8"),
-        ("x.csv", b'a,b\n1,2\n3,"open\n4,5\n', {}, "lines 3-4: unexpected end of data; a quote"),
+        ("x.csv", b'a,b\n1,2\n3,"open\n4,5\n', {}, "lines 3-4: unexpected end of data; the quote"),
         ("x.csv", b'"a,b\n', {}, "line 1: the header can't be read"),
         ("x.csv", b"a,b\n1,cut\roff\n3,4\n", {}, "line 2: has a carriage return (\\r) in a cell"),
-        (
-            "x.csv",
-            b'a,b\n1,cut\roff,"x\ny"\n',
-            {},
-            "it is unknown where the row ends; put the cell in quotes",
-        ),
+        ("x.csv", b'a,b\n1,cut\roff,"x\ny"\n', {}, "it is unknown where the row ends; put the"),
         ("x.parquet", b"a,b\n1,2\n" * 9, {}, "not a Parquet file"),
         ("x.jsonl", b'{"a": 1}', {"format": "parquet"}, "not a Parquet file"),
         ("x.jsonl", b'{"kind": 1}', {"where": {"knd": 1}}, "did you mean 'kind'?"),
-        (
-            "x.jsonl",
-            b'{"kind": 1}',
-            {"where": {"zz": 1}},
-            "but the file's first readable row has no such field",
-        ),
+        ("x.jsonl", b'{"kind": 1}', {"where": {"zz": 1}}, "the file's first readable row has no"),
     ],
 )
 def test_an_unreadable_input_is_named_with_a_way_out(
