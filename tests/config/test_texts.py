@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from batchkit.commands.validate import preview, validate
-from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.execution.processor import ProductionBatchProcessor
@@ -17,7 +16,7 @@ from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.steps import render_or_fail
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.types import Request, Row
-from tests.support.chat_server import MODEL, serving
+from tests.support import dry_runs
 from tests.support.jobs import with_tables
 from tests.support.rows import write_jsonl
 
@@ -34,14 +33,12 @@ def root(tmp_path: Path) -> Path:
 
 def job(root: Path, rows: list[dict[str, Any]], **tables: Any) -> JobConfig:
     made: dict[str, Any] = {
-        "name": "texts",
         "input": {"path": str(write_jsonl(root.parent / "rows.jsonl", rows))},
         "prompt": {"user": "{{ Table }}|{{ q }}", "texts": {"Table": "tables/{{ file }}"}},
         "media": {"root": str(root)},
-        "engine": {"kind": "dry-run"},
         "output": {"dir": str(root.parent / "output"), "prompt": True},
     }
-    return make_job(with_tables(made, tables), "test")
+    return dry_runs.job(**with_tables(made, tables))
 
 
 def rendered(job: JobConfig, fields: dict[str, Any]) -> Request:
@@ -72,24 +69,18 @@ def test_the_file_stands_in_the_prompt_as_it_is(root: Path, content: bytes, show
 
 
 def test_system_and_user_know_all_texts_and_the_job_s_own_names(root: Path) -> None:
-    made = job(
-        root,
-        [],
-        vars={"folder": "tables"},
-        prompt={
-            "system": "S {{ Table }}",
-            "user": "U {{ Table }} {{ Other }}",
-            "texts": {"Table": "{{ folder }}/a.csv", "Other": "{{ folder }}/b.csv"},
-        },
-    )
+    prompt = {
+        "system": "S {{ Table }}",
+        "user": "U {{ Table }} {{ Other }}",
+        "texts": {"Table": "{{ folder }}/a.csv", "Other": "{{ folder }}/b.csv"},
+    }
+    made = job(root, [], vars={"folder": "tables"}, prompt=prompt)
     assert said(rendered(made, {})) == ["S x,y\n1,2\n", "U x,y\n1,2\n größe\n"]
 
 
 def test_a_text_hides_the_field_of_its_name_but_its_path_may_read_that_field(root: Path) -> None:
-    made = job(
-        root, [], prompt={"user": "{{ Table }}", "texts": {"Table": "tables/{{ Table }}.csv"}}
-    )
-    request = rendered(made, {"Table": "a"})
+    prompt = {"user": "{{ Table }}", "texts": {"Table": "tables/{{ Table }}.csv"}}
+    request = rendered(job(root, [], prompt=prompt), {"Table": "a"})
     assert said(request) == ["x,y\n1,2\n"]
     assert request.row.fields == {"Table": "a"}
 
@@ -128,28 +119,6 @@ def test_a_file_over_max_bytes_fails_its_row(root: Path) -> None:
 def test_a_path_that_is_no_template_is_refused_at_once(root: Path) -> None:
     with pytest.raises(JobError, match=r"prompt\.texts\.Table: line 1"):
         PromptRenderer(job(root, [], prompt={"texts": {"Table": "{{ file"}}))
-
-
-def test_truncation_cuts_the_file_in_its_middle_and_marks_it(root: Path) -> None:
-    words = " ".join(f"w{n}" for n in range(500))
-    (root / "tables/long.csv").write_text(f"BEGIN {words} END", encoding="utf-8")
-    rows = [{"file": "long.csv", "q": "the question stays"}]
-    with serving(context=120) as server:
-        engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url}
-        made = job(
-            root,
-            rows,
-            engine=engine,
-            retry={"on_too_long": "truncate-middle"},
-            sampling={"max_tokens": 20},
-        )
-        (record,) = ProductionBatchProcessor(made, quiet=True).process().records()
-        ((prompt, n),) = server.answered.items()
-    assert (record["status"], n) == ("ok", 1)
-    assert prompt.startswith("BEGIN w0")
-    assert " […] " in prompt
-    assert prompt.endswith("END|the question stays")
-    assert record["truncated_tokens"] == 504 - len(prompt.split())
 
 
 def test_validate_and_dry_run_see_the_texts(root: Path) -> None:

@@ -27,16 +27,10 @@ pytestmark = pytest.mark.vllm
 
 IN_PROCESS = [*ENGINES]
 MODELS = ["vllm", "transformers"]
-KINDS = [
-    *IN_PROCESS,
-    "vllm in a process of its own",
-    "transformers in a process of its own",
-    "openai-server of the run's own",
-]
-
-OWN_SERVER = {
-    "command": f"{sys.executable} -P {ROOT}/tests/support/chat_server.py --port {{port}} --latency-s 0.01"
-}
+APART = ("vllm in a process of its own", "transformers in a process of its own")
+KINDS = [*IN_PROCESS, *APART, "openai-server of the run's own"]
+CHAT_SERVER = f"{sys.executable} -P {ROOT}/tests/support/chat_server.py"
+OWN_SERVER = {"command": f"{CHAT_SERVER} --port {{port}} --latency-s 0.01"}
 
 
 @pytest.fixture(scope="module")

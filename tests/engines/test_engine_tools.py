@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomlkit
 from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
@@ -21,8 +20,8 @@ from batchkit.types import Request, Row
 from tests.support.chat_server import serving
 from tests.support.forks import Fork
 from tests.support.images import RED, png
+from tests.support.model_runs import run_job, write_job
 from tests.support.own_process import batchkit
-from tests.support.rows import write_jsonl
 from tests.support.server_engine import ask, job, opened
 from tests.support.small_vllm import TEXT_ONLY
 from tests.support.transformers_jobs import make_job
@@ -30,11 +29,8 @@ from tests.support.transformers_jobs import make_job
 pytestmark = pytest.mark.vllm
 
 CLOCK = {"type": "function", "function": {"name": "clock", "description": "Now", "parameters": {}}}
-CALL = {
-    "id": "a",
-    "type": "function",
-    "function": {"name": "clock", "arguments": '{"zone": "UTC"}'},
-}
+ZONED = {"name": "clock", "arguments": '{"zone": "UTC"}'}
+CALL = {"id": "a", "type": "function", "function": ZONED}
 TALK = [
     {"role": "user", "content": "What time is it?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
@@ -58,24 +54,17 @@ def _request(**body: Any) -> Request:
 
 
 def test_vllms_chat_template_gets_what_a_batch_line_says(text_model: Path, tmp_path: Path) -> None:
-    options = {**TEXT_ONLY, "chat_template": TEMPLATE}
-    write_jsonl(
-        tmp_path / "rows.jsonl",
-        [
-            {"custom_id": "a", "body": BODY},
-            {"custom_id": "b", "body": {**BODY, "chat_template_kwargs": {"enable_thinking": 0}}},
-            {"custom_id": "c", "body": {**BODY, "reasoning_effort": "none"}},
-            {"custom_id": "d", "body": {**BODY, "tool_choice": "required"}},
-        ],
+    bodies = [
+        BODY,
+        {**BODY, "chat_template_kwargs": {"enable_thinking": 0}},
+        {**BODY, "reasoning_effort": "none"},
+        {**BODY, "tool_choice": "required"},
+    ]
+    engine = {"model": str(text_model), "options": {**TEXT_ONLY, "chat_template": TEMPLATE}}
+    write_job(
+        tmp_path, [{"custom_id": f"{n}", "body": b} for n, b in enumerate(bodies)], engine=engine
     )
-    tables = {
-        "input": {"path": "rows.jsonl"},
-        "engine": {"model": str(text_model), "options": options},
-    }
-    (tmp_path / "job.toml").write_text(tomlkit.dumps(tables))
-    done = batchkit("run", "job.toml", "--dry-run", "--limit", "4", cwd=tmp_path, start=Fork)
-    assert done.returncode == 0, done.stderr
-    _, first, second, third, forced = done.stdout.split("--- row ")
+    _, first, second, third, forced = shown(tmp_path, "--limit", "4")
     assert "images: none, tools: clock (tool_choice: none)" in first
     assert SHOWN in first
     assert SHOWN.replace("thinking True", "thinking 0") in second
@@ -83,28 +72,27 @@ def test_vllms_chat_template_gets_what_a_batch_line_says(text_model: Path, tmp_p
     assert "tool_choice: forcing a call needs engine.tool_call_parser" in forced
 
 
+def shown(folder: Path, *args: str) -> list[str]:
+    """What ``run --dry-run`` prints before the first row, and of each."""
+    return run_job(folder, "--dry-run", *args).stdout.split("--- row ")
+
+
 def test_a_dry_run_shows_each_step_with_the_names_that_it_is_sent_with(
     text_model: Path, tmp_path: Path
 ) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", [{"n": 0}, {"n": 1}])
     own = {"user": "one", "chat_template_kwargs": {"enable_thinking": 7}}
-    tables = {
-        "input": {"path": "rows.jsonl"},
-        "engine": {
-            "kind": "transformers",
-            "model": str(text_model),
-            "options": {"chat_template": TEMPLATE},
-        },
-        "prompt": {"chat_template_kwargs": {"reasoning_effort": "low"}},
-        "steps": [
+    options = {"chat_template": TEMPLATE}
+    write_job(
+        tmp_path,
+        [{"n": 0}, {"n": 1}],
+        engine={"kind": "transformers", "model": str(text_model), "options": options},
+        prompt={"chat_template_kwargs": {"reasoning_effort": "low"}},
+        steps=[
             {"name": "a", "when": "{{ n }}", "prompt": own},
             {"name": "b", "prompt": {"user": "two"}},
         ],
-    }
-    (tmp_path / "job.toml").write_text(tomlkit.dumps(tables))
-    done = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path, start=Fork)
-    assert done.returncode == 0, done.stderr
-    _, first, second = done.stdout.split("--- row ")
+    )
+    _, first, second = shown(tmp_path)
     assert "|user:two|thinking , low" in first
     assert "|user:one|thinking 7, low" in second
 
@@ -122,20 +110,15 @@ _MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
 def test_a_chat_template_that_ignores_tools_is_named(
     kind: str, ignores: bool, text_model: Path, tmp_path: Path
 ) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", [{"q": "What time is it?"}])
-    options: dict[str, Any] = {"chat_template": _MESSAGES if ignores else TEMPLATE}
-    tables = {
-        "name": "run",
-        "input": {"path": "rows.jsonl"},
-        "prompt": {"user": "{{ q }}", "tools": [CLOCK]},
-        "engine": {
-            "kind": kind,
-            "model": str(text_model),
-            "options": options | (TEXT_ONLY if kind == "vllm" else {}),
-        },
-        "sampling": {"max_tokens": 4},
-    }
-    (tmp_path / "job.toml").write_text(tomlkit.dumps(tables))
+    options = TEXT_ONLY if kind == "vllm" else {}
+    options = {**options, "chat_template": _MESSAGES if ignores else TEMPLATE}
+    write_job(
+        tmp_path,
+        [{"q": "What time is it?"}],
+        prompt={"user": "{{ q }}", "tools": [CLOCK]},
+        engine={"kind": kind, "model": str(text_model), "options": options},
+        sampling={"max_tokens": 4},
+    )
     for command in ("validate", "run"):
         done = batchkit(command, "job.toml", cwd=tmp_path, start=Fork)
         assert done.returncode == 0, done.stderr
@@ -198,6 +181,5 @@ def test_a_dry_run_makes_the_call_that_is_required(choice: Any) -> None:
     (made,) = done.choices
     assert (made.text, made.finish_reason) == ("", "tool_calls")
     assert made.tool_calls is not None
-    assert [call["function"] for call in made.tool_calls] == [
-        {"name": "add", "arguments": '{"n":3}'}
-    ]
+    (call,) = made.tool_calls
+    assert call["function"] == {"name": "add", "arguments": '{"n":3}'}

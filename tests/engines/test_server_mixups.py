@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from batchkit.engines.base import Engine
 from batchkit.errors import EngineError
 from batchkit.execution.settle import failed_unless_whole
 from batchkit.types import Choice, Completion, Request, Row
 from tests.support.chat_server import HangUp, Raw, Refused, error, http, serving
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN
+from tests.support.engine_requests import collect
 from tests.support.server_engine import ask, opened, request
 from tests.support.server_runs import answering, records, said, write_job
 from tests.support.waiting import until
@@ -31,14 +31,11 @@ def own(text: str) -> Any:
     return {"id": f"chatcmpl-{text}", **said(f"asked: {text}")}
 
 
+SMUGGLED = http(said("asked: row 3"))
 SURPLUSES: dict[str, Callable[[str], Raw]] = {
     "the answer twice": lambda text: Raw(http(own(text)) * 2),
-    "a Content-Length that is too small": lambda text: Raw(
-        http(own(text)) + http(said("SMUGGLED"))
-    ),
-    "another row's answer late": lambda text: Raw(
-        http(own(text)), http(said("asked: row 3")), wait_s=0.1
-    ),
+    "a Content-Length that is too small": lambda text: Raw(http(own(text)) + SMUGGLED),
+    "another row's answer late": lambda text: Raw(http(own(text)), SMUGGLED, wait_s=0.1),
 }
 
 
@@ -119,10 +116,10 @@ def test_a_server_that_answers_under_any_name_is_known_by_its_list_when_it_comes
         with serving(model=second, port=server.port) as again:
             if is_another:
                 with pytest.raises(EngineError, match="with another model"):
-                    answered(engine, 4)
+                    collect(engine, 4)
                 assert again.answered.total() == 0
             else:
-                assert {c.error for c in answered(engine, 4)} == {None}
+                assert [c.error for c in collect(engine, 4)] == [None] * 4
 
 
 A, B = {"root": "/models/a"}, {"root": "/models/b"}
@@ -137,7 +134,7 @@ def test_a_server_that_was_replaced_while_nothing_was_in_flight_gets_no_row() ->
             for n in range(4, 8):
                 engine.submit(request(n))
             with pytest.raises(EngineError, match="root was '/models/a', is '/models/b'"):
-                answered(engine, 4)
+                collect(engine, 4)
             assert other.answered.total() == 0
 
 
@@ -255,7 +252,7 @@ def test_a_server_that_lists_less_while_it_loads_is_known_once_it_has_loaded(
             serving(before, model={"meta": None}, port=server.port) as again,
             pytest.raises(EngineError, match="n_params was 7, is 8"),
         ):
-            answered(engine, 4)
+            collect(engine, 4)
 
 
 @pytest.mark.parametrize("status", [500, 503, 504, 521, 530, "no answer"])
@@ -275,10 +272,3 @@ def test_a_server_is_away_whatever_a_proxy_answers_for_it(status: int | str) -> 
         assert done.exit_code == 1
     assert "root was '/models/a', is '/models/b'" in done.stderr
     assert [r["index"] for r in records() if r["status"] == "ok"] == [0, 1, 2, 3, 4]
-
-
-def answered(engine: Engine, n: int) -> list[Completion]:
-    done: list[Completion] = []
-    while len(done) < n:
-        done += engine.poll(0.05)
-    return done

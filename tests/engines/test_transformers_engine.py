@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomlkit
 from msgspec.structs import replace
 from PIL import Image
 
@@ -25,10 +24,10 @@ from batchkit.engines.transformers.rendering import PreparedPrompt
 from batchkit.errors import JobError
 from batchkit.storage.identity import identity
 from batchkit.types import Completion, Request, Row
+from tests.support import model_runs
 from tests.support.engine_requests import ask, plain, request, with_image
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
-from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL
 from tests.support.transformers_jobs import N_ROWS, make_job, write_job
 
@@ -61,18 +60,15 @@ def about(index: int, words: int, *sizes: tuple[int, int], **sampling: Any) -> R
     text = f"{index} " + " ".join(words_of[n * (index + 1) % 6] for n in range(words))
     content = [*parts, {"type": "text", "text": text}] if parts else text
     sampling = {"temperature": 0.0, "max_tokens": 12 + index % 9, **sampling}
+    messages = [{"role": "user", "content": content}]
     row = Row(index, str(index), {})
-    return Request(
-        row, [{"role": "user", "content": content}], None, sampling, "", media_bytes=len(parts)
-    )
+    return Request(row, messages, None, sampling, "", media_bytes=len(parts))
 
 
 LENGTHS = [1, 280, 2, 150, 40, 7, 300, 3, 90, 15, 60, 220]
 TEXTS = [about(n, words) for n, words in enumerate(LENGTHS)]
 SIZES = [(256, 256), (320, 256), (512, 256), (128, 640)]
-PICTURES = [
-    about(n, words, *SIZES[n % 4 : n % 4 + n % 3]) for n, words in enumerate([1, 120, 3, 40] * 3)
-]
+PICTURES = [about(n, (1, 120, 3, 40)[n % 4], *SIZES[n % 4 : n % 4 + n % 3]) for n in range(12)]
 
 
 @pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
@@ -269,12 +265,9 @@ def test_a_chat_template_of_a_model_with_images_gets_what_vllm_gives_it(
 ) -> None:
     job = make_job(demo_model, chat_template=TEMPLATE)
     ours = open_preflight(job).render(replace(request(3), messages=TALK)).text
-    options = {**SMALL, "chat_template": TEMPLATE}
-    table = {"engine": {"model": str(demo_model), "options": options}}
-    write_jsonl(tmp_path / "rows.jsonl", [{"messages": TALK}])
-    (tmp_path / "job.toml").write_text(tomlkit.dumps({**table, "input": {"path": "rows.jsonl"}}))
-    done = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path, start=Fork)
-    assert ours in done.stdout, done.stderr
+    engine = {"model": str(demo_model), "options": {**SMALL, "chat_template": TEMPLATE}}
+    model_runs.write_job(tmp_path, [{"messages": TALK}], engine=engine)
+    assert ours in model_runs.run_job(tmp_path, "--dry-run").stdout
     assert "tool:   noon" in ours
     assert ours.startswith("system: "), "which its template has in place of a developer"
 
@@ -325,8 +318,5 @@ def test_validate_and_dry_run_need_no_weights(text_model: Path, tmp_path: Path) 
         open_engine(make_job(model))
     write_job(tmp_path, model)
     checked = batchkit("validate", "job.toml", "--json", cwd=tmp_path, start=Fork)
-    assert checked.returncode == 0, checked.stderr
-    assert json.loads(checked.stdout)["ok"] == N_ROWS
-    shown = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path, start=Fork)
-    assert shown.returncode == 0, shown.stderr
-    assert "<|im_start|>user" in shown.stdout
+    assert (checked.returncode, json.loads(checked.stdout)["ok"]) == (0, N_ROWS), checked.stderr
+    assert "<|im_start|>user" in model_runs.run_job(tmp_path, "--dry-run").stdout

@@ -13,11 +13,10 @@ import pytest
 
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.registry import open_engine
-from batchkit.storage.log import RESULTS
-from batchkit.storage.newest_lines import read_newest
 from batchkit.types import Completion, Request
 from tests.support.engine_requests import ask, request
 from tests.support.forks import Fork
+from tests.support.model_runs import newest, run_job
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.transformers_jobs import FAULTS, N_ROWS, faulty_model, make_job, write_job
@@ -50,9 +49,8 @@ def token(model: Path, word: str) -> str:
 
 def asked_of(n: int, poison: Sequence[int] = (), **sampling: Any) -> list[Request]:
     """Prompts of about one length; those of ``poison`` have the word harbour."""
-    return [
-        request(i, "the harbour" if i in poison else "the garden", **sampling) for i in range(n)
-    ]
+    texts = ["the harbour" if i in poison else "the garden" for i in range(n)]
+    return [request(i, text, **sampling) for i, text in enumerate(texts)]
 
 
 def test_its_own_code_is_run_only_if_the_job_says_so(faulty: Path, open_faulty: OpenFaulty) -> None:
@@ -71,13 +69,11 @@ def test_a_batch_that_needs_too_much_memory_is_halved(
     with open_faulty({"over": 2}) as opened:
         done = ask(opened, *rows)
         assert opened.max_num_seqs == 8
-    assert [(c.error, c.choices, c.usage) for c in done] == [
-        (None, c.choices, c.usage) for c in expected
-    ]
-    said = [record.message for record in caplog.records if "out of memory" in record.message]
-    assert [line.rpartition(": ")[2] for line in said] == [
-        "batches now have up to 4 rows",
-        "batches now have up to 2 rows",
+    assert [(c.choices, c.usage) for c in done] == [(c.choices, c.usage) for c in expected]
+    assert not any(c.error for c in done)
+    assert re.findall(r"out of memory.*: batches of up to (\d)$", caplog.text, re.MULTILINE) == [
+        "4",
+        "2",
     ]
 
 
@@ -129,13 +125,10 @@ def test_only_the_row_at_fault_fails(
     with open_faulty({"tokens": {token(faulty, " harbour"): fault}}) as opened:
         done = ask(opened, *with_two_at_fault())
         assert opened.load() == EngineLoad(0, 0, 0.0, 0)
-    assert [c.error and c.error.kind for c in done] == [
-        kind if n in (3, 11) else None for n in range(20)
-    ]
+    assert {n: c.error.kind for n, c in enumerate(done) if c.error} == {3: kind, 11: kind}
     assert "planted" in str(done[3].error)
-    assert [c.choices for c in done if not c.error] == [
-        e.choices for c, e in zip(done, undisturbed, strict=True) if not c.error
-    ]
+    for one, expected in zip(done, undisturbed, strict=True):
+        assert one.error or one.choices == expected.choices
     assert ("running its rows one by one" in caplog.text) == (fault != "oom")
 
 
@@ -152,13 +145,12 @@ def test_a_job_is_finished_beside_all_kinds_of_faults(
     monkeypatch.setenv(FAULTS, json.dumps({"over": 4, "tokens": tokens}))
 
     trusted = ["--set", "engine.options.trust_remote_code=true"]
-    done = batchkit("run", "job.toml", *trusted, cwd=tmp_path, start=Fork)
+    done = run_job(tmp_path, *trusted, exit_code=3)
 
-    assert done.returncode == 3, done.stderr
-    records = read_newest(tmp_path / "output/run" / RESULTS)
+    records = newest(tmp_path)
     kinds = {r["index"]: r["error"]["kind"] for r in records if r["status"] == "failed"}
     assert kinds == {4: "engine_crash", 9: "oom", 17: "oom"}  # a SIGKILL is the kernel's for memory
-    assert len(list(read_newest(tmp_path / "output/run" / RESULTS))) == N_ROWS
+    assert len(records) == N_ROWS
     log = (tmp_path / "output/run/engine.log").read_text()
     assert "running its rows one by one" in log
     assert "batches now have up to 4 rows" in log

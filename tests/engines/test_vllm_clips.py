@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tomlkit
 from PIL import Image
 
-from batchkit.storage.log import RESULTS, STEPS
-from batchkit.storage.newest_lines import read_newest
+from batchkit.storage.log import STEPS
 from tests.support import clips
 from tests.support.forks import Fork
+from tests.support.model_runs import OUTPUT, newest, write_job
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.small_vllm import SMALL
@@ -35,21 +34,15 @@ _OPTIONS = {**SMALL, "limit_mm_per_prompt": {"image": 1, "video": 2}}
 
 
 def _run(folder: Path, model: Path, options: dict[str, Any], **tables: Any) -> list[dict[str, Any]]:
-    job = {
-        "name": "run",
-        "input": {"path": "rows.jsonl"},
-        "engine": {"model": str(model), "options": options},
-        "sampling": {"max_tokens": 16},
-        **tables,
-    }
-    (folder / "job.toml").write_text(tomlkit.dumps(job), encoding="utf-8")
+    engine = {"model": str(model), "options": options}
+    write_job(folder, engine=engine, sampling={"max_tokens": 16}, **tables)
     done = batchkit("run", "job.toml", cwd=folder, start=Fork)
     assert done.returncode in (0, 3), done.stderr
     return [
         {name: record[name] for name in ("text", "finish_reason")} | counts(record["usage"])
         if record["status"] == "ok"
         else record
-        for record in read_newest(folder / "output/run" / RESULTS)
+        for record in newest(folder)
     ]
 
 
@@ -226,17 +219,14 @@ def test_a_recording_without_a_language_is_asked_for_it_first(
 
     _run(tmp_path, model, options, task="transcribe", prompt=prompt, speech={"timestamps": False})
 
-    records = [*read_newest(tmp_path / "output/run" / RESULTS)]
+    records = newest(tmp_path)
     heard = subprocess.check_output([sys.executable, "-c", _HEARD, model, *files], text=True)
     languages = heard.split()
     assert [record["language"] for record in records] == languages
     assert "de" in languages  # which nothing here names
-    lines = read_jsonl(tmp_path / "output/run" / STEPS)
-    assert {line["step"] for line in lines} == {
-        "language",
-        "part",
-        "again",
-    }  # its answers have no letters
+    lines = read_jsonl(tmp_path / OUTPUT / STEPS)
+    steps = {"language", "part", "again"}  # its answers have no letters
+    assert {line["step"] for line in lines} == steps
     parts = {line["index"]: line["text"] for line in lines if line["step"] == "part"}
     calls = [
         {"prompt": TRANSCRIBE.replace("en", language), "audios": [str(file)]}
@@ -269,7 +259,7 @@ def test_speech_models_without_times_transcribe_as_vllm_s_run_batch_does(
 
     theirs = run_batch(model, options, tmp_path / "rows.jsonl")
     expected = [line["response"]["body"]["text"].strip() for line in theirs]
-    records = [*read_newest(tmp_path / "output/run" / RESULTS)]
+    records = newest(tmp_path)
     assert [record["text"] for record in records] == expected
     assert len({*expected}) > len(lines) // 2
     assert all(len(record["segments"]) == 1 for record in records)

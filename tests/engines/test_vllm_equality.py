@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from batchkit.storage.log import RESULTS
-from batchkit.storage.newest_lines import read_newest
 from tests.support.forks import Fork, LightFork
-from tests.support.own_process import batchkit
+from tests.support.model_runs import newest, run_job
 from tests.support.small_vllm import SMALL
 from tests.support.transformers_jobs import N_ROWS, write_job
 from tests.support.vllm_reference import counts, reference
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.vllm
 def _ours(folder: Path) -> list[dict[str, Any]]:
     return [
         {name: record[name] for name in ("text", "finish_reason")} | counts(record["usage"])
-        for record in read_newest(folder / RESULTS)
+        for record in newest(folder)
     ]
 
 
@@ -46,13 +44,10 @@ def test_a_job_answers_as_llm_chat_does(
 
     # One of the two in a process that nobody has imported vLLM in.
     start = LightFork if kind == "transformers" and not images else Fork
-    done = batchkit("run", "job.toml", cwd=tmp_path, start=start)
-
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["ok"] == N_ROWS
+    assert json.loads(run_job(tmp_path, start=start).stdout)["ok"] == N_ROWS
     conversations = [_conversation(row, tmp_path) for row in rows]
     expected = reference({**options, "model": str(model)}, conversations, max_tokens=24)
-    ours = _ours(tmp_path / "output/run")
+    ours = _ours(tmp_path)
     different = [n for n in range(N_ROWS) if ours[n] != expected[n]]
     assert len(different) <= (kind == "transformers"), different  # a tie may break the other way
     assert len({answer["text"] for answer in expected}) > N_ROWS // 2

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tomlkit
 from safetensors.numpy import load_file, save_file
 
 from batchkit.config.loading import make_job
@@ -21,12 +20,10 @@ from batchkit.engines.registry import open_preflight
 from batchkit.engines.vllm.adapters import CONFIG, WEIGHTS, adapters_of
 from batchkit.errors import JobError
 from batchkit.storage.identity import differences, identity
-from batchkit.storage.newest_lines import read_newest
 from tests.support.adapters import write_adapter
-from tests.support.forks import Fork
 from tests.support.hub_server import COMMIT
-from tests.support.own_process import batchkit
-from tests.support.rows import write_jsonl
+from tests.support.jobs import with_tables
+from tests.support.model_runs import newest, run_job, write_job
 from tests.support.small_vllm import TEXT_ONLY
 from tests.support.vllm_reference import with_loras
 
@@ -65,29 +62,20 @@ def alone(text_model: Path, adapters: Path) -> dict[tuple[str | None, str], str]
 @pytest.fixture
 def job(text_model: Path, adapters: Path, tmp_path: Path) -> Callable[..., None]:
     def write(rows: list[dict[str, Any]], names: str = "abcde", **tables: Any) -> None:
-        write_jsonl(tmp_path / "in.jsonl", rows)
+        loras = {name: str(adapters / name) for name in names}
         found = {
-            "name": "run",
-            "input": {"path": "in.jsonl"},
             "prompt": {"user": "{{ q }}", "lora": "{{ adapter }}"},
-            "engine": {
-                "model": str(text_model),
-                "options": TEXT_ONLY,
-                "loras": {name: str(adapters / name) for name in names},
-            },
+            "engine": {"model": str(text_model), "options": TEXT_ONLY, "loras": loras},
             "sampling": {"max_tokens": 12},
         }
-        for key, table in tables.items():
-            found[key] = {**found.get(key, {}), **table}
-        (tmp_path / "job.toml").write_text(tomlkit.dumps(found))
+        write_job(tmp_path, rows, **with_tables(found, tables))
 
     return write
 
 
-def run(folder: Path) -> list[dict[str, Any]]:
-    done = batchkit("run", "job.toml", cwd=folder, start=Fork)
-    assert done.returncode in (0, 3), done.stderr
-    return list(read_newest(folder / "output/run/results.jsonl"))
+def run(folder: Path, exit_code: int = 0) -> list[dict[str, Any]]:
+    run_job(folder, exit_code=exit_code)
+    return newest(folder)
 
 
 @pytest.mark.parametrize("slots", [5, 2])
@@ -116,14 +104,11 @@ def test_adapters_by_turns_share_no_cache_over_a_long_prefix_and_an_unknown_one_
     options = {**TEXT_ONLY, "enable_prefix_caching": True, "max_num_seqs": 1}
     unknown = [{"q": "tea", "adapter": name} for name in ("B", "z9")]
     job(rows + unknown, "ab", engine={"options": options}, run={"look_ahead": 1})
-    *found, near, far = run(tmp_path)
+    *found, near, far = run(tmp_path, 3)
     assert [one["text"] for one in found] == [alone[row["adapter"], row["q"]] for row in rows]
-    assert near["error"] == {
-        "kind": "invalid_request",
-        "type": "RequestError",
-        "message": "prompt.lora: 'B' is not in [engine.loras]; did you mean 'b'?",
-        "retryable": False,
-    }
+    assert (near["error"]["kind"], near["error"]["retryable"]) == ("invalid_request", False)
+    unknown = "prompt.lora: 'B' is not in [engine.loras]; did you mean 'b'?"
+    assert near["error"]["message"] == unknown
     assert "known: a, b" in far["error"]["message"]
 
 
@@ -153,6 +138,27 @@ def test_adapters_that_hardly_differ_are_not_taken_for_mixed_up(
         assert all(each[""] == each["zero"] != each["b"] for each in by_name)
 
 
+def _change(folder: Path, **keys: Any) -> None:
+    path = folder / CONFIG
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def _of_other_model(
+    weights_of: Callable[[str, np.ndarray], dict[str, np.ndarray]],
+) -> Callable[[Path], object]:
+    """Makes an adapter of a model that has these weights in place of each of ours."""
+
+    def make(folder: Path) -> None:
+        model = folder / "other"
+        model.mkdir()
+        weights = load_file(folder / "model" / "model.safetensors")
+        others = [weights_of(name, one) for name, one in weights.items() if "self_attn" in name]
+        save_file(dict(ChainMap(*others)), model / "model.safetensors")
+        write_adapter(folder, model)
+
+    return make
+
+
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "gone": (shutil.rmtree, "no such folder"),
     "no config": (lambda at: (at / CONFIG).unlink(), f"{CONFIG}: No such file or directory"),
@@ -169,26 +175,19 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "cut off": (
         lambda at: os.truncate(at / WEIGHTS, 9_000),
-        "is damaged: Error while deserializing header: incomplete",
+        "is damaged: Error while deserializing",
     ),
-    "no weights in it": (
-        lambda at: (at / WEIGHTS).write_bytes(b"x" * 99),
-        "is damaged: Error while deserializing header: header too large",
-    ),
+    "no weights in it": (lambda at: (at / WEIGHTS).write_bytes(b"x" * 99), "header too large"),
     "another model's": (
-        lambda at: _of_other_model(at, lambda name, of: {name: of[..., :32].copy()}),
+        _of_other_model(lambda name, of: {name: of[..., :32].copy()}),
         "for another base model",
     ),
     "a narrow model's": (
-        lambda at: _of_other_model(
-            at, lambda name, of: {name: of[:16] if "k_proj" in name else of}
-        ),
+        _of_other_model(lambda name, of: {name: of[:16] if "k_proj" in name else of}),
         "k_proj.lora_B.weight has a side of 16, but the model's weights have 32",
     ),
     "a larger model's": (
-        lambda at: _of_other_model(
-            at, lambda name, of: {name: of, name.replace("layers.1.", "layers.2."): of}
-        ),
+        _of_other_model(lambda name, of: {name: of, name.replace("s.1.", "s.2."): of}),
         "has 2 layers",
     ),
 }
@@ -261,8 +260,7 @@ def test_an_adapter_that_vllm_refuses_is_named_before_the_first_row(
     write_adapter(good, text_model)
     breaks(write_adapter(bad, text_model))
     job([{"q": "tea", "adapter": "good"}], engine={"loras": {"good": str(good), "bad": str(bad)}})
-    done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
-    assert done.returncode == 1
+    done = run_job(tmp_path, exit_code=1)
     assert f"engine.loras.bad: {bad}: vLLM can't load this adapter: ValueError: " in done.stderr
     assert words in done.stderr
     assert not (tmp_path / "output/run/results.jsonl").read_text()
@@ -275,8 +273,7 @@ def test_an_adapter_that_kills_the_engine_is_named(
     worker = "tests.support.failing_worker.FailingWorker"
     options = {**TEXT_ONLY, "worker_cls": worker, "additional_config": {"lora": "b"}}
     job([{"q": "tea", "adapter": "a"}], "abc", engine={"options": options})
-    done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
-    assert done.returncode == 1
+    done = run_job(tmp_path, exit_code=1)
     assert f"died while it loaded engine.loras.b: {adapters / 'b'} (SIGKILL" in done.stderr
 
 
@@ -288,7 +285,7 @@ def test_a_row_that_kills_the_engine_fails_alone_among_those_of_its_adapter(
     options = {**TEXT_ONLY, "worker_cls": "tests.support.failing_worker.FailingWorker"}
     sampling = {"sampling_column": "s"}
     job(rows, "ab", engine={"options": options}, sampling=sampling)
-    found = run(tmp_path)
+    found = run(tmp_path, 3)
     assert [one["index"] for one in found if one["status"] == "failed"] == [4]
     assert (found[4]["lora"], found[4]["error"]["kind"]) == ("a", "oom")
 
@@ -303,20 +300,3 @@ def test_an_adapter_whose_files_were_replaced_is_another_job(
     write_adapter(tmp_path / "own", text_model, seed=2)
     (message,) = differences(begun, identity(job))
     assert message.startswith("engine.loras")
-
-
-def _change(folder: Path, **keys: Any) -> None:
-    path = folder / CONFIG
-    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
-
-
-def _of_other_model(
-    folder: Path, weights_of: Callable[[str, np.ndarray], dict[str, np.ndarray]]
-) -> None:
-    """Of one that has these weights in place of each of ours."""
-    model = folder / "other"
-    model.mkdir()
-    weights = load_file(folder / "model" / "model.safetensors")
-    others = [weights_of(name, one) for name, one in weights.items() if "self_attn" in name]
-    save_file(dict(ChainMap(*others)), model / "model.safetensors")
-    write_adapter(folder, model)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import tomlkit
 from PIL import Image
 
 from batchkit.config.loading import make_job
@@ -20,19 +19,15 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import Launcher
 from batchkit.engines.registry import open_engine
 from batchkit.errors import JobError, PromptTooLongError
-from batchkit.storage.log import RESULTS
-from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.vectors import Vectors
 from batchkit.types import Completion, Pair, Request, Row
 from tests.support.engine_requests import ask
-from tests.support.forks import Fork
-from tests.support.own_process import batchkit
+from tests.support.model_runs import OUTPUT, answered, run_job, write_job
 from tests.support.pooling_models import (
     build_classifier,
     build_embedding_model,
     build_token_classifier,
 )
-from tests.support.rows import write_jsonl
 from tests.support.small_vllm import SMALL, TEXT_ONLY
 from tests.support.vllm_reference import pooled
 
@@ -41,13 +36,8 @@ pytestmark = pytest.mark.vllm
 TEXTS = [f"question {n} " + "about tea and coffee " * (n * 7 % 23) for n in range(20)]
 TOO_LONG = "word " * 600
 BIO = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
-NAMES = [
-    "Ada Lovelace of LONDON met Zoë Ångström; 北京, 😀 O'Brien-Smith!",
-    "x",
-    "[SEP]",
-    "",
-    *TEXTS,
-]
+FULL = "Ada Lovelace of LONDON met Zoë Ångström; 北京, 😀 O'Brien-Smith!"
+NAMES = [FULL, "x", "[SEP]", "", *TEXTS]
 PAIR = {"query": "{{ q }}", "documents": "{{ d }}"}
 NEAR = {"rel": 1e-5, "abs": 1e-5}
 
@@ -72,7 +62,7 @@ def models(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Models
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Runs a job; the newest record of each row, and with ``exit_code`` as expected."""
+    """Runs a job; the newest record of each row."""
 
     def run_job(
         rows: list[dict[str, Any]],
@@ -81,17 +71,8 @@ def run(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         options: Mapping[str, Any] = TEXT_ONLY,
         **tables: Any,
     ) -> list[dict[str, Any]]:
-        write_jsonl(tmp_path / "rows.jsonl", rows)
-        job = {
-            "name": "a",
-            "input": {"path": "rows.jsonl"},
-            "engine": {"model": str(model), "options": dict(options)},
-            **tables,
-        }
-        (tmp_path / "job.toml").write_text(tomlkit.dumps(job))
-        done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
-        assert done.returncode == exit_code, done.stderr
-        return list(read_newest(tmp_path / "output" / job["name"] / RESULTS))
+        engine = {"model": str(model), "options": dict(options)}
+        return answered(tmp_path, rows, exit_code, engine=engine, **tables)
 
     return run_job
 
@@ -150,9 +131,8 @@ def test_vectors_equal_those_of_llm_embed_and_pairs_of_them_are_compared(
     models: Models, launcher: Launcher
 ) -> None:
     """Parameters are vLLM's."""
-    with closing(
-        open_engine(job_of(models.embedding, "embed", output={"prompt": True}), launcher)
-    ) as engine:
+    job = job_of(models.embedding, "embed", output={"prompt": True})
+    with closing(open_engine(job, launcher)) as engine:
         *done, empty, long, short, raw, wrong = ask(
             engine,
             *(embed(n, text) for n, text in enumerate([*TEXTS, "", TOO_LONG])),
@@ -192,22 +172,20 @@ def test_token_vectors_equal_those_of_llm_encode_and_pairs_of_them_are_compared(
     records = run(rows, models.embedding, 3, task="token_embed", prompt={"user": "{{ q }}"})
     options = {**TEXT_ONLY, "pooler_config": {"task": "token_embed"}}
     with closing(open_engine(job_of(models.embedding, "score", options), launcher)) as engine:
-        scored, refused = ask(
-            engine, score(0, "tea", TEXTS[:5]), score(1, "tea", ["one", "", "three"])
-        )
+        asked = score(0, "tea", TEXTS[:5]), score(1, "tea", ["one", "", "three"])
+        scored, refused = ask(engine, *asked)
     calls = [
         {"method": "token_embed", "params": {}, "texts": ["tea", *TEXTS]},
         {"method": "score", "params": {}, "query": "tea", "documents": TEXTS[:5]},
     ]
     (query, *expected), expected_scores = pooled({**options, "model": str(models.embedding)}, calls)
-    vectors = Vectors(tmp_path / "output/a")
+    vectors = Vectors(tmp_path / OUTPUT)
     assert len({len(matrix) for matrix in expected}) > 5
     for record, matrix in zip(records, expected, strict=False):
         assert len(matrix) == record["usage"]["prompt_tokens"]
         np.testing.assert_allclose(vectors.of(record), matrix, rtol=1e-5, atol=1e-5)
     assert kinds(records) == {20: "invalid_request", 21: "prompt_too_long"}
-    asked = np.array(query)
-    by_numpy = [float((asked @ np.array(one).T).max(axis=1).sum()) for one in expected[:5]]
+    by_numpy = [float((np.array(query) @ np.array(m).T).max(axis=1).sum()) for m in expected[:5]]
     assert scored.pooled is not None
     assert scored.pooled.scores == pytest.approx(expected_scores, **NEAR)
     assert scored.pooled.scores == pytest.approx(by_numpy, rel=1e-4)
@@ -222,7 +200,7 @@ def test_entities_equal_those_of_transformers_and_scores_those_of_llm_encode(
     model = models.token_classifier
     records = run(rows, model, 0, task="token_classify", prompt={"user": "{{ q }}"}, **tables)
     expected = reference(model, method="token_classify", texts=NAMES)
-    vectors = Vectors(tmp_path / "output/a")
+    vectors = Vectors(tmp_path / OUTPUT)
     for record, matrix in zip(records, expected, strict=False):
         assert len(matrix) == record["usage"]["prompt_tokens"]
         np.testing.assert_allclose(vectors.of(record), matrix, rtol=1e-5, atol=1e-5)
@@ -245,14 +223,10 @@ def test_labels_without_names_are_numbered_and_tokens_of_a_chat_template_have_no
     """A model with classes for whole texts gives them for tokens, too."""
     model = build_classifier(tmp_path / "unnamed", models.embedding, labels=None)
     text = "tea for Ada Lovelace,\n and  coffee"
-    with closing(
-        open_engine(job_of(model, "token_classify", output={"prompt": True}), launcher)
-    ) as engine:
-        plain, chat = ask(
-            engine,
-            embed(0, text),
-            Request(Row(1, "1", {}), [{"role": "user", "content": text}], None, {}, ""),
-        )
+    asked = Request(Row(1, "1", {}), [{"role": "user", "content": text}], None, {}, "")
+    job = job_of(model, "token_classify", output={"prompt": True})
+    with closing(open_engine(job, launcher)) as engine:
+        plain, chat = ask(engine, embed(0, text), asked)
     options = {**TEXT_ONLY, "pooler_config": {"task": "token_classify"}}
     expected = reference(model, options, method="token_classify", texts=[text, chat.prompt])
     for done, matrix in zip((plain, chat), expected, strict=True):
@@ -323,20 +297,15 @@ def test_images_are_embedded_as_a_chat_and_those_of_documents_are_scored(
     rows = [{"q": "what is shown?", "file": f"{n}.png"} for n in range(4)]
     prompt, output = {"user": "{{ q }}", "images": ["{{ file }}"]}, {"prompt": True}
     records = run(rows, demo_model, 3, SMALL, task="embed", prompt=prompt, output=output)
-    found = [Vectors(tmp_path / "output/a").of(record).tolist() for record in records[:3]]
+    found = [Vectors(tmp_path / OUTPUT).of(record).tolist() for record in records[:3]]
     rows = [
         {"q": "a cat", "d": ["one", "two"], "files": ["0.png", "1.png"]},
         {"q": "a cat", "d": ["one", "two"], "files": ["0.png", "none.png"]},
     ]
     pair = {**PAIR, "document_images": ["{{ files }}"]}
     scored = run(rows, demo_model, 3, SMALL, task="score", pair=pair, name="b")
-    texts = [
-        {"prompt": record["prompt"], "image": path}
-        for record, path in zip(records, files, strict=False)
-    ]
-    documents = [
-        {"text": text, "image": path} for text, path in zip(("one", "two"), files, strict=False)
-    ]
+    texts = [{"prompt": r["prompt"], "image": files[n]} for n, r in enumerate(records[:3])]
+    documents = [{"text": text, "image": files[n]} for n, text in enumerate(("one", "two"))]
     calls = [
         {"method": "embed", "params": {}, "texts": texts},
         {"method": "score", "params": {}, "query": "a cat", "documents": documents},
@@ -355,17 +324,13 @@ def test_images_are_embedded_as_a_chat_and_those_of_documents_are_scored(
 def test_the_texts_of_a_pair_are_shown_as_the_model_gets_them(
     models: Models, tmp_path: Path
 ) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", [{"q": "tea?", "d": ["one", "two"]}])
-    job = {
-        "task": "score",
-        "input": {"path": "rows.jsonl"},
-        "engine": {"model": str(models.cross_encoder), "options": TEXT_ONLY},
-        "pair": PAIR,
-    }
-    (tmp_path / "job.toml").write_text(tomlkit.dumps(job))
-    done = batchkit("run", "job.toml", "--dry-run", cwd=tmp_path, start=Fork)
-    assert "prompt tokens, images: none" in done.stdout
-    assert "\ntea?one\ntea?two" in done.stdout
+    engine = {"model": str(models.cross_encoder), "options": TEXT_ONLY}
+    write_job(
+        tmp_path, [{"q": "tea?", "d": ["one", "two"]}], task="score", engine=engine, pair=PAIR
+    )
+    shown = run_job(tmp_path, "--dry-run").stdout
+    assert "prompt tokens, images: none" in shown
+    assert "\ntea?one\ntea?two" in shown
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,10 @@ import pytest
 import tomlkit
 from PIL import Image
 
-from tests.support import clips
+from tests.support import clips, model_runs
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
 from tests.support.pooling_models import build_classifier
-from tests.support.rows import write_jsonl
 from tests.support.server_runs import records, write_job
 from tests.support.small_vllm import SMALL, TEXT_ONLY
 from tests.support.vllm_reference import counts, pooled
@@ -110,10 +109,10 @@ def test_videos_are_sent_as_their_files_and_seen_as_vllm_sees_their_frames(
     for n in range(8):
         made = clips.frames(9 + n, seed=n, size=(96 + 16 * (n % 3), 64))
         clips.write(tmp_path, f"{n}.mkv", clips.video(made))
-    write_jsonl(tmp_path / "rows.jsonl", [{"clip": f"{n}.mkv"} for n in range(8)])
+    rows = [{"clip": f"{n}.mkv"} for n in range(8)]
     options = {**SMALL, "limit_mm_per_prompt": {"video": 2}, "max_model_len": 1024}
     job: dict[str, Any] = {
-        "input": {"path": "rows.jsonl"},
+        "rows": rows,
         "prompt": {"user": "first {{ video }} then {{ video }}", "videos": ["{{ clip }}", "0.mkv"]},
         "media": {"num_frames": 6},
         "sampling": {"temperature": 0, "max_tokens": 16},
@@ -124,11 +123,8 @@ def test_videos_are_sent_as_their_files_and_seen_as_vllm_sees_their_frames(
         server = {"kind": "openai-server", "model": str(demo_model), "base_url": url}
         here = {"kind": "vllm", "model": str(demo_model), "options": options}
         for name, engine in (("served", server), ("here", here)):
-            (tmp_path / "job.toml").write_text(
-                tomlkit.dumps({**job, "name": name, "engine": engine})
-            )
-            ran = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
-            assert ran.returncode == 0, ran.stderr
+            model_runs.write_job(tmp_path, **job, name=name, engine=engine)
+            model_runs.run_job(tmp_path)
             its = records(tmp_path / "output" / name)
             found[name] = [(record["text"], counts(record["usage"])) for record in its]
 
@@ -141,30 +137,23 @@ def test_a_server_classifies_as_vllm_does_and_a_bad_row_fails_alone(
 ) -> None:
     model = build_classifier(tmp_path / "classifier", text_model)
     texts = [f"question {n} " + "about tea " * (n * 7 % 23) for n in range(12)]
-    write_jsonl(tmp_path / "rows.jsonl", [{"q": text} for text in [*texts, "", "word " * 600]])
-    job: dict[str, Any] = {
-        "name": "a",
-        "task": "classify",
-        "input": {"path": "rows.jsonl"},
-        "prompt": {"user": "{{ q }}"},
-    }
+    rows = [{"q": text} for text in [*texts, "", "word " * 600]]
     options = {**TEXT_ONLY, "runner": "pooling"}
     with serving(model, options, tmp_path / "server.log") as url:
-        job["engine"] = {"kind": "openai-server", "model": str(model), "base_url": url}
-        (tmp_path / "job.toml").write_text(tomlkit.dumps(job))
-        done = batchkit("run", "job.toml", cwd=tmp_path)
-        other = batchkit("run", "job.toml", "--set", "name=b", "--set", "task=embed", cwd=tmp_path)
-    assert done.returncode == 3, done.stderr
-    found = records(tmp_path / "output/a")
-    (expected,) = pooled(TEXT_ONLY | {"model": str(model)}, [
-        {"method": "classify", "texts": texts, "params": {}}
-    ])  # fmt: skip
+        engine = {"kind": "openai-server", "model": str(model), "base_url": url}
+        prompt = {"user": "{{ q }}"}
+        found = model_runs.answered(
+            tmp_path, rows, 3, task="classify", engine=engine, prompt=prompt
+        )
+        args = "--set", "name=b", "--set", "task=embed"
+        other = model_runs.run_job(tmp_path, *args, exit_code=1)
+    call = {"method": "classify", "texts": texts, "params": {}}
+    (expected,) = pooled(TEXT_ONLY | {"model": str(model)}, [call])
     for record, probabilities in zip(found, expected, strict=False):
         assert record["probabilities"] == pytest.approx(probabilities, rel=1e-5, abs=1e-5)
         assert record["label"] == ("bad", "fair", "good")[int(np.argmax(probabilities))]
     assert len({record["label"] for record in found[:12]}) > 1
     kinds = [record["error"]["kind"] for record in found[12:]]
     assert kinds == ["invalid_request", "prompt_too_long"]
-    assert other.returncode == 1
     assert "/v1/embeddings" in other.stderr
     assert "its model does not fit the task" in other.stderr

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tomlkit
 
 from batchkit.config.loading import make_job
 from batchkit.engines.registry import open_preflight
@@ -20,9 +19,8 @@ from batchkit.errors import RequestError
 from batchkit.storage.log import STEPS
 from batchkit.types import Audio, Request, Row, Speech
 from tests.support import clips
-from tests.support.forks import Fork
-from tests.support.own_process import batchkit
-from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.model_runs import OUTPUT, answered
+from tests.support.rows import read_jsonl
 from tests.support.small_vllm import SMALL
 from tests.support.sound_model import sound_model
 
@@ -84,15 +82,9 @@ def english_only(demo_model: Path, tmp_path: Path) -> Path:
 
 def _prepared(model: Path, speech: Speech, **options: Any) -> tuple[str | None, Any]:
     """The decoder's prompt in words, and the sampling parameters."""
-    job = make_job(
-        {
-            "task": "transcribe",
-            "engine": {"model": str(model), "options": {**OPTIONS, **options}},
-            "speech": {"timestamps": speech.timestamps},
-        },
-        "job.toml",
-    )
-    renderer = open_preflight(job)
+    engine = {"model": str(model), "options": {**OPTIONS, **options}}
+    table = {"task": "transcribe", "engine": engine, "speech": {"timestamps": speech.timestamps}}
+    renderer = open_preflight(make_job(table, "job.toml"))
     sampling = {"temperature": 0.0, "max_tokens": 8}
     sound = Audio(np.zeros(16000, np.float32), 16000)
     request = Request(Row(0, "0", {}), None, "", sampling, "", clips=[sound], speech=speech)
@@ -143,9 +135,7 @@ def test_an_english_only_whisper_is_not_told_language_or_task(
 
 
 def test_an_english_only_whisper_refuses_another_language(english_only: Path) -> None:
-    with pytest.raises(
-        RequestError, match=r"speech\.language: found 'de', but .* knows only English"
-    ):
+    with pytest.raises(RequestError, match=r"speech\.language: found 'de', .* knows only English"):
         _prepared(english_only, Speech("de"))
 
 
@@ -154,22 +144,14 @@ def test_answers_of_a_random_whisper_have_timestamps_in_order(
 ) -> None:
     for n in range(6):
         clips.write(tmp_path, f"{n}.wav", clips.sound(clips.tone(1 + n, hertz=200 + 150 * n)))
-    write_jsonl(tmp_path / "rows.jsonl", [{"a": f"{n}.wav"} for n in range(6)])
-    job = {
-        "name": "run",
-        "task": "transcribe",
-        "input": {"path": "rows.jsonl"},
+    tables = {
         "prompt": {"audios": ["{{ a }}"]},
         "speech": {"language": "en"},
         "engine": {"model": str(sound_model("whisper", demo_model)), "options": OPTIONS},
         "sampling": {"max_tokens": 60},
     }
-    (tmp_path / "job.toml").write_text(tomlkit.dumps(job))
-
-    done = batchkit("run", "job.toml", cwd=tmp_path, start=Fork)
-
-    assert done.returncode == 0, done.stderr
-    answers = [line["text"] for line in read_jsonl(tmp_path / "output/run" / STEPS)]
+    answered(tmp_path, [{"a": f"{n}.wav"} for n in range(6)], task="transcribe", **tables)
+    answers = [line["text"] for line in read_jsonl(tmp_path / OUTPUT / STEPS)]
     assert answers
     for answer in answers:
         assert STAMP.match(answer)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import socket
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,3 +164,56 @@ def test_the_sound_and_the_frames_of_a_film_may_differ_in_length(
     data = clips.film(clips.frames(n_frames), clips.tone(seconds))
     assert video(data).total_frames == n_frames
     assert len(audio(data).samples) == seconds * 16000
+
+
+# Clips that mean harm: nothing is fetched, and what is over the limits is not decoded.
+
+FORTY = clips.video(clips.frames(40))
+THREE_S = clips.sound(clips.tone(3))
+PLAYLISTS = {
+    "hls": "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n#EXT-X-ENDLIST\n",
+    "m3u": "#EXTM3U\n{}\n",
+    "concat": "ffconcat version 1.0\nfile '{}'\n",
+    "dash": '<?xml version="1.0"?><MPD><BaseURL>{}</BaseURL></MPD>',
+    "sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\nc=IN IP4 127.0.0.1\nm=video 1 RTP/AVP 96\na=control:{}\n",
+    "hls behind ID3": "ID3\3\0\0\0\0\0\0#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{}\n",
+}
+
+
+@pytest.mark.parametrize("kind", ["video", "audio"])
+@pytest.mark.parametrize("playlist", PLAYLISTS)
+def test_no_playlist_is_followed(playlist: str, kind: str, tmp_path: Path) -> None:
+    """The clip that it names is a good one, and beside it."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "good.mp4").write_bytes(clips.video(FRAMES, format="mp4", codec="libx264"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.05)
+        for name in (
+            root / "good.mp4",
+            f"file:{root / 'good.mp4'}",
+            f"http://127.0.0.1:{server.getsockname()[1]}/x.mp4",
+        ):
+            (root / "list.mp4").write_text(PLAYLISTS[playlist].format(name))
+            with pytest.raises(MediaError):
+                load_media(kind, "list.mp4", media_table(root))
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+ENCODED = f"data:;base64,{base64.b64encode(FORTY).decode()}"
+OVER = [
+    ("video", FORTY, {"max_video_seconds": 4}, "is at least 5.0 s long, but media.max_video_seconds is 4"),
+    ("audio", THREE_S, {"max_audio_seconds": 2}, "is at least 3.0 s long, but media.max_audio_seconds is 2"),
+    ("video", ENCODED, {"max_bytes": 1000}, "media.max_bytes"),
+    ("video", FORTY, {"max_decode_bytes": 10**5}, "32 frames of 96×64 pixels need"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "data", "limits", "words"), OVER, ids=range(4))
+def test_clips_over_the_limits_are_refused_before_they_are_decoded(
+    kind: str, data: bytes | str, limits: dict[str, int], words: str
+) -> None:
+    with pytest.raises(MediaError) as caught:
+        load_media(kind, data, media_table(**limits))
+    assert words in str(caught.value)

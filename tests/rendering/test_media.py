@@ -14,11 +14,12 @@ import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from batchkit.config.tables import MediaTable
 from batchkit.errors import MediaError
@@ -97,7 +98,6 @@ def test_a_link_within_the_root_is_followed_and_one_that_leaves_it_is_refused(
         message = refused(source, media_table(root))
         assert str(outside / "b.png") in message or f"{tmp_path}/b.png" in message
         assert f"outside media.root {root}" in message
-        assert "set media.root" in message
 
 
 @pytest.mark.parametrize("load", [load_image, load_text])
@@ -144,18 +144,12 @@ def test_the_byte_limit_holds_for_every_source(tmp_path: Path) -> None:
 def png(width: int, height: int, body: bytes = b"") -> bytes:
     """An RGB PNG that claims a size."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(body))
-        + chunk(b"IEND", b"")
-    )
+    file = BytesIO()
+    file.write(b"\x89PNG\r\n\x1a\n")
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(body)), (b"IEND", b"")):
+        PngImagePlugin.putchunk(file, kind, data)
+    return file.getvalue()
 
 
 BAD_FILES: dict[str, tuple[bytes, list[str]]] = {
@@ -212,17 +206,11 @@ BAD_SOURCES: dict[str, tuple[Any, list[str]]] = {
     "ftp": ("ftp://host/a.png", ["can't be read from ftp://"]),
     "file on a host": ("file://host/a.png", ["names another host", "file:///folder"]),
     "file with a query": ("file:///a.png?x", ["contains a ?"]),
-    "unlisted host": (
-        "https://example.com/a.png",
-        ["example.com is not in media.allow_urls", "add"],
-    ),
-    "unlisted port": ("http://listed.test:8080/a.png", ['add "listed.test:8080"']),
     "user name": ("https://me:secret@listed.test/a.png", ["user name", "//listed.test/a.png"]),
     "no host": ("http:///a.png", ["no valid host"]),
     "no such host": ("http://[a/a.png", ["no valid host"]),
     "no port": ("http://listed.test:99999/a.png", ["ort out of range"]),
     "bad address": ("http://[::1/a.png", ["its host or port is not valid"]),
-    "unlisted address": ("http://169.254.169.254/latest/meta-data", ["not in media.allow_urls"]),
     "name of this machine": ("http://localhost/a.png", ["localhost resolves to", "not a public"]),
     "unpixeled": (Image.new("RGB", (0, 5)), ["0×5", "has no pixels"]),
     "unconvertible": (Image.new("La", (5, 5)), ["La", "unsupported kind"]),

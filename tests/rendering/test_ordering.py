@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkit.config.loading import make_job
 from batchkit.errors import InputError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.rendering.ordering import LOOK_AHEAD_BYTES, size_of, well_ordered
-from batchkit.rendering.renderer import PromptRenderer
 from batchkit.types import Row, RowHint
-from tests.support.rows import write_jsonl
+from tests.support.dry_runs import job
+from tests.support.rendering import renderer
+from tests.support.rows import read_jsonl, write_jsonl
 
 
 def rows_of(hints: list[RowHint]) -> list[Row]:
@@ -115,8 +115,7 @@ def test_what_was_read_before_an_error_comes_before_it() -> None:
 
 
 def hint(prompt: Mapping[str, Any], fields: Mapping[str, Any], **tables: Any) -> RowHint:
-    job = make_job({"engine": {"kind": "dry-run"}, "prompt": prompt, **tables}, "test")
-    return PromptRenderer(job).hint(Row(0, "0", fields))
+    return renderer(prompt=prompt, **tables).hint(Row(0, "0", fields))
 
 
 def test_the_hint_of_a_row_comes_from_what_its_prompt_names() -> None:
@@ -155,19 +154,15 @@ def test_a_row_that_cannot_be_rendered_has_a_hint_too(fields: dict[str, Any]) ->
 
 
 def test_rows_that_fail_are_like_no_other_so_that_they_do_not_all_come_at_once() -> None:
-    table = {"engine": {"kind": "dry-run"}, "prompt": {"user": "{{ a }} {{ b }}"}}
-    renderer = PromptRenderer(make_job({**table, "vars": {"b": "same"}}, "test"))
-    found = {renderer.hint(Row(n, str(n), {"other": 1})).beginning for n in range(5)}
-    assert len(found) == 5
-    found = {renderer.hint(Row(n, str(n), {"a": 1})).beginning for n in range(5)}
-    assert found == {"1"}
+    made = renderer(prompt={"user": "{{ a }} {{ b }}"}, vars={"b": "same"})
+    for fields, n_kinds in (({"other": 1}, 5), ({"a": 1}, 1)):
+        assert len({made.hint(Row(n, str(n), fields)).beginning for n in range(5)}) == n_kinds
 
 
 @pytest.mark.parametrize("given", ["file", "list", "iterator"])
 def test_a_run_reorders_what_it_can_read_again(given: str, tmp_path: Path) -> None:
     asked = [{"prompt": f"{n}", "own": {"max_tokens": n}} for n in range(1, 30)]
     table: dict[str, Any] = {
-        "engine": {"kind": "dry-run"},
         "sampling": {"sampling_column": "own"},
         "run": {"max_in_flight": 1, "render_threads": 1},
         "output": {"dir": str(tmp_path)},
@@ -175,8 +170,7 @@ def test_a_run_reorders_what_it_can_read_again(given: str, tmp_path: Path) -> No
     rows: Any = None if given == "file" else asked if given == "list" else iter(asked)
     if given == "file":
         table["input"] = {"path": str(write_jsonl(tmp_path / "rows.jsonl", asked))}
-    summary = ProductionBatchProcessor(make_job(table, "test"), quiet=True).process(rows)
+    summary = ProductionBatchProcessor(job(**table), quiet=True).process(rows)
     assert summary.ok == len(asked)
-    lines = (Path(summary.folder) / "results.jsonl").read_text().splitlines()
-    order = [int(line.split('"index":')[1].split(",")[0]) for line in lines]
+    order = [record["index"] for record in read_jsonl(Path(summary.folder) / "results.jsonl")]
     assert order == (list(range(29)) if given == "iterator" else list(range(28, -1, -1)))

@@ -9,34 +9,31 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from batchkit.config.loading import make_job
-from batchkit.errors import PromptTooLongError, RequestError, RowError
+from batchkit.errors import PromptTooLongError, RequestError, TemplateError
 from batchkit.execution.attempts import with_smaller_media
-from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.types import Pair, Request, Row
+from tests.support.dry_runs import job
+from tests.support.rendering import refusal, render, renderer
 
 TEXTS = {"query": "Q: {{ q }}", "documents": "{{ d }}"}
 
 
-def renderer(pair: dict[str, Any], **tables: Any) -> PromptRenderer:
-    job = {"task": "score", "pair": pair, "engine": {"kind": "dry-run"}, **tables}
-    return PromptRenderer(make_job(job, "test"))
+def of_pair(pair: dict[str, Any] = TEXTS, **tables: Any) -> dict[str, Any]:
+    """The tables of a job."""
+    return {"task": "score", "pair": pair, **tables}
 
 
-def render(fields: Mapping[str, Any], pair: dict[str, Any] = TEXTS, **tables: Any) -> Request:
-    return renderer(pair, **tables).render(Row(0, "0", fields))
+def paired(fields: Mapping[str, Any], pair: dict[str, Any] = TEXTS, **tables: Any) -> Request:
+    return render(fields, **of_pair(pair, **tables))
 
 
-def test_one_document_is_a_pair_of_texts() -> None:
-    found = render({"q": "tea?", "d": "Tea is a drink.", "prompt": "not read"})
-    assert found.pair == Pair("Q: tea?", ["Tea is a drink."], is_list=False)
+@pytest.mark.parametrize("documents", ["Tea is a drink.", ["one", "two"]])
+def test_a_text_is_a_document_and_a_list_has_several(documents: Any) -> None:
+    found = paired({"q": "tea?", "d": documents, "prompt": "not read"})
+    is_list = isinstance(documents, list)
+    assert found.pair == Pair("Q: tea?", documents if is_list else [documents], is_list=is_list)
     assert (found.messages, found.prompt) == (None, None)
-
-
-def test_a_column_with_a_list_gives_each_document() -> None:
-    found = render({"q": "tea?", "d": ["one", "two"]})
-    assert found.pair == Pair("Q: tea?", ["one", "two"], is_list=True)
 
 
 @pytest.mark.parametrize(
@@ -49,16 +46,12 @@ def test_a_column_with_a_list_gives_each_document() -> None:
     ],
 )
 def test_documents_that_are_no_texts_fail_the_row(documents: Any, expected: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        render({"q": "x", "d": documents})
-    assert expected in str(caught.value)
+    assert expected in refusal(RequestError, {"q": "x", "d": documents}, **of_pair())
 
 
 def test_a_row_without_a_field_of_the_pair_fails() -> None:
-    with pytest.raises(
-        RowError, match=r"pair.documents: '\{\{ d \}\}' is undefined; the row has q"
-    ):
-        render({"q": "x"})
+    message = refusal(TemplateError, {"q": "x"}, **of_pair())
+    assert message.startswith("pair.documents: '{{ d }}' is undefined; the row has q")
 
 
 @pytest.fixture
@@ -75,39 +68,36 @@ def widths(content: Any) -> list[int]:
 def test_images_of_query_and_documents(pictures: dict[str, Any]) -> None:
     pair = {**TEXTS, "query_images": ["{{ a }}"], "document_images": ["{{ b }}"]}
     row = {"q": "x", "a": "0.png", "d": ["one", "two"], "b": ["1.png", "2.png"]}
-    found = render(row, pair, **pictures)
+    found = paired(row, pair, **pictures)
     assert widths(found.pair.query) == [40]
     assert [widths(document) for document in found.pair.documents] == [[41], [42]]
     assert found.media_bytes == 4 * 30 * (40 + 41 + 42)
-    sources = renderer(pair, **pictures).sources(Row(0, "0", row))
+    sources = renderer(**of_pair(pair), **pictures).sources(Row(0, "0", row))
     assert sources == [("image", f"{n}.png") for n in range(3)]
 
 
 def test_each_document_needs_its_image(pictures: dict[str, Any]) -> None:
     pair = {**TEXTS, "document_images": ["{{ b }}"]}
-    with pytest.raises(RequestError, match=r"document_images\.0: found 1 images for 2 documents"):
-        render({"q": "x", "d": ["one", "two"], "b": "1.png"}, pair, **pictures)
+    row = {"q": "x", "d": ["one", "two"], "b": "1.png"}
+    message = refusal(RequestError, row, **of_pair(pair), **pictures)
+    assert "document_images.0: found 1 images for 2 documents" in message
 
 
 def test_a_row_that_ran_out_of_memory_gets_smaller_images(pictures: dict[str, Any]) -> None:
     pair = {**TEXTS, "query_images": ["{{ a }}"], "document_images": ["{{ b }}"]}
     row = {"q": "x", "a": "0.png", "d": ["one"], "b": "1.png"}
-    smaller = with_smaller_media(render(row, pair, **pictures)).pair
+    smaller = with_smaller_media(paired(row, pair, **pictures)).pair
     assert (widths(smaller.query), widths(smaller.documents[0])) == ([28], [29])
     assert smaller.documents[0][-1] == {"type": "text", "text": "one"}
 
 
 def test_an_image_of_all_rows_is_compared_at_the_next_start(pictures: dict[str, Any]) -> None:
-    job = {
-        "task": "score",
-        "pair": {**TEXTS, "query_images": ["0.png"]},
-        "engine": {"kind": "dry-run"},
-    }
-    assert [*constant_files(make_job({**job, **pictures}, "test"))] == ["pair.query_images.0"]
+    pair = {**TEXTS, "query_images": ["0.png"]}
+    assert [*constant_files(job(**of_pair(pair), **pictures))] == ["pair.query_images.0"]
 
 
 def test_the_longest_text_of_a_pair_is_cut() -> None:
-    made = renderer(TEXTS, retry={"on_too_long": "truncate-middle"})
+    made = renderer(**of_pair(), retry={"on_too_long": "truncate-middle"})
     request = made.render(Row(0, "0", {"q": "short", "d": ["x", "word " * 200]}))
     error = PromptTooLongError("too long")
     error.prompt_tokens, error.max_model_len = 1000, 256

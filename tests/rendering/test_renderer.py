@@ -14,33 +14,18 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from batchkit.config.loading import make_job
 from batchkit.errors import JobError, MediaError, RequestError, RowError, TemplateError
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.steps import render_or_fail
 from batchkit.rendering.templates.prompt import names_in
 from batchkit.types import Completion, Request, Row
+from tests.support.dry_runs import job
 from tests.support.images import BLUE, RED, png
-
-
-def renderer(**tables: Any) -> PromptRenderer:
-    return PromptRenderer(make_job({"engine": {"kind": "dry-run"}, **tables}, "test"))
-
-
-def render(fields: Mapping[Any, Any], attempt: int = 1, **tables: Any) -> Request:
-    return renderer(**tables).render(Row(0, "0", fields), attempt)
+from tests.support.rendering import refusal, render, renderer
 
 
 def user_text(fields: Mapping[Any, Any], **tables: Any) -> Any:
-    messages = render(fields, **tables).messages
-    return messages[-1]["content"]
-
-
-def refusal(kind: type[RowError], fields: Mapping[Any, Any], **tables: Any) -> str:
-    with pytest.raises(kind) as refused:
-        render(fields, **tables)
-    assert type(refused.value) is kind
-    return str(refused.value)
+    return render(fields, **tables).messages[-1]["content"]
 
 
 @pytest.fixture
@@ -61,17 +46,13 @@ def outline(request: Request) -> list[Any]:
 
 
 def test_templates_are_filled_from_the_row_and_from_vars() -> None:
-    found = render(
-        {"q": "Why?", "n": 3},
-        vars={"tone": "brief", "n": 1},
-        prompt={"system": "Be {{ tone }}.", "user": "{{ q }} {{ n }}\n"},
-    )
+    prompt = {"system": "Be {{ tone }}.", "user": "{{ q }} {{ n }}\n"}
+    found = render({"q": "Why?", "n": 3}, vars={"tone": "brief", "n": 1}, prompt=prompt)
     assert found.messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Why? 3\n"},  # the row's n, and the newline kept
     ]
-    assert found.prompt is None
-    assert found.media_bytes == 0
+    assert (found.prompt, found.media_bytes) == (None, 0)
 
 
 @pytest.mark.parametrize(
@@ -99,15 +80,14 @@ def test_what_a_template_may_not_or_cannot_do_fails_its_row(expression: str) -> 
     [
         ({"system": "one\ntwo\n{% if %}"}, "prompt.system: line 3: "),
         ({"user": "one\ntwo\n{% if %}"}, "prompt.user: line 3: "),
-        ({"user": "{{ x | shout }}"}, r"prompt.user: line 1: No filter named 'shout'"),
-        ({"images": ["{{ a }}", "{{ b | }}"]}, r"prompt\.images\.1: "),
+        ({"user": "{{ x | shout }}"}, "prompt.user: line 1: No filter named 'shout'"),
+        ({"images": ["{{ a }}", "{{ b | }}"]}, "prompt.images.1: "),
     ],
 )
 def test_a_syntax_error_is_a_job_error_that_names_its_place(
     prompt: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(JobError, match=words):
-        renderer(prompt=prompt)
+    assert refusal(JobError, {}, prompt=prompt).startswith(words)
 
 
 def test_templates_may_be_in_files_which_are_read_once(tmp_path: Path) -> None:
@@ -136,8 +116,8 @@ def test_template_file_that_cannot_be_used_is_named(
     path = tmp_path / "u.j2"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(JobError, match=rf"prompt\.user_file: {path}: {words}"):
-        renderer(prompt={"user_file": str(path)})
+    message = refusal(JobError, {}, prompt={"user_file": str(path)})
+    assert message.startswith(f"prompt.user_file: {path}: {words}")
 
 
 def test_chat_false_sends_the_text_as_it_is() -> None:
@@ -166,14 +146,8 @@ TWO = ["{{ a }}.png", "{{ image }}"]
             {"user": "{% for n in row.numbers %}{{ image }}{{ n }}{% endfor %}", "images": TWO},
             [RED, "1", BLUE, "2"],
         ),
-        (
-            {"user": "{{ row.image }}:{{ image }}", "images": ["{{ image }}"]},
-            ["blue.png:", BLUE],
-        ),
-        (
-            {"user": "{{ image }} or {{ image }}", "images": ["{{ all }}"]},
-            [RED, " or ", BLUE],
-        ),
+        ({"user": "{{ row.image }}: {{ image }}", "images": ["{{ image }}"]}, ["blue.png: ", BLUE]),
+        ({"user": "{{ image }} or {{ image }}", "images": ["{{ all }}"]}, [RED, " or ", BLUE]),
     ],
 )
 def test_images_are_where_the_prompt_says(
@@ -228,22 +202,17 @@ def test_prompt_row_is_sent_as_a_user_message() -> None:
 
 def test_messages_row_is_sent_with_its_images_loaded(media: dict[str, Any]) -> None:
     uri = "data:image/png;base64," + base64.b64encode(png(BLUE)).decode()
-    messages = [
-        {"role": "system", "content": "s"},
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "What?"},
-                {"type": "image_url", "image_url": {"url": uri, "detail": "low"}},
-                {"type": "image_url", "image_url": "red.png"},
-                {"type": "image", "image": png(BLUE)},
-            ],
-        },
+    system = {"role": "system", "content": "s"}
+    content = [
+        {"type": "text", "text": "What?"},
+        {"type": "image_url", "image_url": {"url": uri, "detail": "low"}},
+        {"type": "image_url", "image_url": "red.png"},
+        {"type": "image", "image": png(BLUE)},
     ]
-    found = render({"messages": messages}, media=media)
+    found = render({"messages": [system, {"role": "user", "content": content}]}, media=media)
     assert outline(found) == ["What?", BLUE, RED, BLUE]
-    assert found.messages[0] == {"role": "system", "content": "s"}
-    assert messages[1]["content"][1]["type"] == "image_url", "the row itself stays as it was"  # type: ignore[index]
+    assert found.messages[0] == system
+    assert content[1]["type"] == "image_url", "the row itself stays as it was"
 
 
 # OpenAI bodies
@@ -274,13 +243,8 @@ CHAT = {"model": "gpt", "messages": [{"role": "user", "content": "x"}], "stream"
             {"structured_outputs": {"json_object": True}},
         ),
         (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"schema": {"type": "null"}},
-                }
-            },
-            {"structured_outputs": {"json": {"type": "null"}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+            {"structured_outputs": {"json": {"a": 1}}},
         ),
     ],
 )
@@ -298,10 +262,10 @@ def test_completions_body_sends_plain_text() -> None:
     assert render({"body": {"prompt": ["Once"]}}).prompt == "Once"
 
 
-@pytest.mark.parametrize("job", [{}, {"prompt": {"system": "Be kind."}}])
-def test_a_column_called_body_beside_the_rows_own_prompt_sets_nothing(job: dict[str, Any]) -> None:
-    own = {"prompt": "hi"} if job else {"messages": [{"role": "user", "content": "hi"}]}
-    found = render({**own, "body": {"seed": 4, "tools": "hammer", "instruction": "x"}}, **job)
+@pytest.mark.parametrize("tables", [{}, {"prompt": {"system": "Be kind."}}])
+def test_a_column_called_body_beside_the_rows_own_prompt_sets_nothing(tables: Any) -> None:
+    own = {"prompt": "hi"} if tables else {"messages": [{"role": "user", "content": "hi"}]}
+    found = render({**own, "body": {"seed": 4, "tools": "hammer", "instruction": "x"}}, **tables)
     assert "seed" not in found.sampling
     assert (found.tools, found.chat_template_kwargs) == (None, {})
 
@@ -396,11 +360,9 @@ def test_what_is_wrong_with_a_row_is_its_own_error(
 )
 def test_row_may_bring_its_own_sampling(own: Any) -> None:
     tables = {"prompt": {"user": "u"}, "sampling": {"sampling_column": "params", "top_k": 3}}
-    found = render({"params": own}, **tables)
-    expected = {"temperature": 0.9, "max_tokens": 256, "top_k": 3, "seed": 1}
-    assert found.sampling == expected
-    assert render({"params": None}, **tables).sampling["temperature"] == 0.0
-    assert render({"params": ""}, **tables).sampling["temperature"] == 0.0
+    jobs = {"temperature": 0.0, "max_tokens": 256, "top_k": 3}
+    found = [render({"params": params}, **tables).sampling for params in (own, None, "")]
+    assert found == [{**jobs, "temperature": 0.9, "seed": 1}, jobs, jobs]
 
 
 def test_a_number_that_pandas_lacks_in_a_rows_own_sampling_leaves_the_jobs() -> None:
@@ -419,9 +381,7 @@ def test_an_adjustment_in_place_stays_with_its_row() -> None:
 
     sampling = {"sampling_column": "params", "max_tokens": 8, "stop": ["."]}
     row = {"params": {"top_k": 3}}
-    made = make_job(
-        {"engine": {"kind": "dry-run"}, "prompt": {"user": "u"}, "sampling": sampling}, "t"
-    )
+    made = job(prompt={"user": "u"}, sampling=sampling)
     renderer = PromptRenderer(made, adjust_sampling=adjust)
     for index in range(3):
         found = renderer.render(Row(index, str(index), row)).sampling
@@ -442,10 +402,8 @@ def test_threads_may_share_a_renderer(media: dict[str, Any]) -> None:
         media=media,
     )
     photos = ["red.png", png(BLUE), "no.png"]
-    rows = [
-        Row(n, str(n), {"n": n, "words": ["w"] * (n % 50), "photo": photos[n % 3]})
-        for n in range(400)
-    ]
+    fields = ({"n": n, "words": ["w"] * (n % 50), "photo": photos[n % 3]} for n in range(400))
+    rows = [Row(n, str(n), its) for n, its in enumerate(fields)]
 
     def seen(row: Row) -> Any:
         found = render_or_fail(shared, row)
@@ -474,11 +432,6 @@ def test_rows_that_share_an_opened_picture_all_see_the_whole_of_it(tmp_path: Pat
 
 
 def test_names_in_distinguishes_fields_from_functions_that_are_called() -> None:
-    job = make_job(
-        {
-            "engine": {"kind": "dry-run"},
-            "prompt": {"user": "{{ range }}{% for i in range(2) %}{{ dict(a=i) }}{% endfor %}"},
-        },
-        "test",
-    )
-    assert names_in(job, job.prompt, ["{{ joiner }}"]) == {"range", "joiner"}
+    user = "{{ range }}{% for i in range(2) %}{{ dict(a=i) }}{% endfor %}"
+    made = job(prompt={"user": user})
+    assert names_in(made, made.prompt, ["{{ joiner }}"]) == {"range", "joiner"}

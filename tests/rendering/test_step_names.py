@@ -12,11 +12,8 @@ import tomlkit
 from tests.support.command_line import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
 
-SEES = "a template can use the steps before its own step: draft"
-ALL = (
-    "text, reasoning, tool_calls, json, choices, selected, votes, finish_reason, skipped, prediction,"
-    " scores"
-)
+SEES = "a template sees the steps before its own: draft"
+ALL = "text, reasoning, tool_calls, json, choices, selected, votes, finish_reason, skipped, prediction"
 
 
 @pytest.fixture(autouse=True)
@@ -35,55 +32,57 @@ def write_job(second: dict[str, Any], first: dict[str, Any] | None = None, **tab
 
 @pytest.mark.parametrize("command", [("validate",), ("run",), ("run", "--dry-run")])
 @pytest.mark.parametrize(
-    ("second", "found"),
+    ("key", "template", "found"),
     [
         (
-            {"prompt": {"user": "{{ steps.darft.text }}"}},
-            f"steps.revise.prompt.user: steps.darft is not an earlier step; did you mean 'draft'?; {SEES}",
+            "prompt.user",
+            "{{ steps.darft.text }}",
+            "steps.darft is no earlier step; did you mean 'draft'",
+        ),
+        ("when", "{{ steps.last.text }}", f"steps.last is no earlier step; {SEES}"),
+        (
+            "prompt.system",
+            "{{ steps['revise']['text'] }}",
+            f"steps.revise is no earlier step; {SEES}",
         ),
         (
-            {"when": "{{ steps.last.text }}"},
-            f"steps.revise.when: steps.last is not an earlier step; {SEES}",
+            "prompt.images.0",
+            "{{ steps.draft.txt }}",
+            "steps.draft has no 'txt'; did you mean 'text'?",
         ),
         (
-            {"prompt": {"system": "{{ steps['revise']['text'] }}", "user": "x"}},
-            f"steps.revise.prompt.system: steps.revise is not an earlier step; {SEES}",
+            "prompt.texts.a",
+            "{{ steps.draft.of_model }}",
+            f"steps.draft has no 'of_model'; it has {ALL}",
         ),
         (
-            {"prompt": {"user": "x", "images": ["{{ steps.draft.txt }}"]}},
-            "steps.revise.prompt.images.0: steps.draft has no 'txt'; did you mean 'text'?",
+            "when",
+            "{{ steps.draft.prediction == 'x' }}",
+            "steps.draft has no 'prediction', because the",
         ),
         (
-            {"prompt": {"user": "x", "texts": {"a": "{{ steps.draft.answer_of_model }}"}}},
-            f"steps.revise.prompt.texts.a: steps.draft has no 'answer_of_model'; it has {ALL}",
+            "prompt.user",
+            "{{ steps.draft.text",
+            "line 1: unexpected end of template, expected 'end of",
         ),
-        (
-            {"when": "{{ steps.draft.prediction == 'x' }}"},
-            (
-                "steps.revise.when: steps.draft has no 'prediction', because the step has neither extract nor"
-                " scorers"
-            ),
-        ),
-        (
-            {"prompt": {"user": "{{ steps.draft.text"}},
-            (
-                "steps.revise.prompt.user: line 1: unexpected end of template, expected 'end of print"
-                " statement'"
-            ),
-        ),
-        (
-            {"prompt": {"user_file": "gone.j2"}},
-            "steps.revise.prompt.user_file: {folder}/gone.j2: can't be read: No such file or directory",
-        ),
+        ("prompt.user_file", "gone.j2", "FOLDER/gone.j2: can't be read: No such file or directory"),
     ],
 )
 def test_a_name_that_no_step_before_has_is_refused(
-    second: dict[str, Any], found: str, command: tuple[str, ...], tmp_path: Path
+    key: str, template: str, found: str, command: tuple[str, ...], tmp_path: Path
 ) -> None:
+    second: dict[str, Any] = {"prompt": {} if key.startswith("prompt.user") else {"user": "x"}}
+    match key.split("."):
+        case [name]:
+            second[name] = template
+        case [_, name]:
+            second["prompt"][name] = template
+        case [_, name, place]:
+            second["prompt"][name] = [template] if place == "0" else {place: template}
     write_job(second)
     done = batchkit(*command, "job.toml")
     assert done.exit_code == 2
-    assert found.format(folder=tmp_path) in done.stderr
+    assert f"steps.revise.{key}: {found.replace('FOLDER', str(tmp_path))}" in done.stderr
     assert not Path("output").exists()
 
 
@@ -114,10 +113,8 @@ def test_a_rows_own_field_called_steps_is_not_taken_for_answers(place: str, temp
     good, bad = sorted(read_jsonl(Path("output/a/results.jsonl")), key=lambda r: r["index"])
     assert (good["status"], bad["error"]["kind"]) == ("ok", "template")
     step = {"first": "draft", "second": "revise"}[place]
-    assert bad["error"]["message"] == (
-        f"steps.{step}.prompt.user: the row has a field 'steps', but in templates this name is for the"
-        " answers of [[steps]]; rename the field in the input"
-    )
+    problem = f"steps.{step}.prompt.user: the row has a field 'steps', but in templates this name"
+    assert bad["error"]["message"].startswith(problem)
 
 
 def test_a_step_that_was_skipped_shows() -> None:

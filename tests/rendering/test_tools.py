@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from batchkit.config.loading import make_job
-from batchkit.config.tables import InputTable
-from batchkit.errors import JobError, RequestError, RowError, TemplateError
+from batchkit.errors import JobError, RequestError, TemplateError
 from batchkit.rendering.messages import as_text, with_note
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.templates.prompt import names_in
-from batchkit.sources import read_rows
 from batchkit.storage.identity import differences, identity
 from batchkit.storage.job_toml import job_of_run, write_job
-from batchkit.types import Request, Row
+from batchkit.types import Row
+from tests.support.dry_runs import job
+from tests.support.rendering import refusal, render, renderer
+from tests.support.sources import rows_of, write_rows
 
 PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PLACE}}
@@ -28,46 +26,26 @@ CLOCK = {"type": "function", "function": {"name": "clock", "description": "Now, 
 TOOLS = [WEATHER, CLOCK]
 NAMED = {"type": "function", "function": {"name": "clock"}}
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
-
-
-def renderer(prompt: Mapping[str, Any], **tables: Any) -> PromptRenderer:
-    given = {"engine": {"kind": "dry-run"}, "prompt": dict(prompt), **tables}
-    return PromptRenderer(make_job(given, "job.toml"))
-
-
-def render(fields: Mapping[str, Any], **prompt: Any) -> Request:
-    return renderer(prompt).render(Row(0, "0", fields))
-
-
-def refusal(kind: type[Exception], fields: Mapping[str, Any], **prompt: Any) -> str:
-    with pytest.raises(kind) as refused:
-        render(fields, **prompt)
-    return str(refused.value)
-
-
-def body_refusal(body: Mapping[str, Any]) -> str:
-    with pytest.raises(RequestError) as refused:
-        render({"body": {**CHAT, **body}})
-    return str(refused.value)
+USER = {"user": "x"}
 
 
 def test_tools_of_a_file_of_the_job_and_of_a_column_are_the_same(tmp_path: Path) -> None:
     path = tmp_path / "tools.json"
     path.write_text(json.dumps(TOOLS))
-    of_file = render({"q": "?"}, user="{{ q }}", tools=str(path), tool_choice="clock")
-    inline = render({"q": "?"}, user="{{ q }}", tools=TOOLS, tool_choice=NAMED)
-    column = {"q": "?", "t": TOOLS}
-    of_column = render(column, user="{{ q }}", tools="{{ t }}", tool_choice="clock")
-    text = {"q": "?", "t": json.dumps(TOOLS)}
-    of_text = render(text, user="{{ q }}", tools="{{ t }}", tool_choice="clock")
-    for request in (of_file, inline, of_column, of_text):
+    for fields, tools, choice in (
+        ({}, str(path), "clock"),
+        ({}, TOOLS, NAMED),
+        ({"t": TOOLS}, "{{ t }}", "clock"),
+        ({"t": json.dumps(TOOLS)}, "{{ t }}", "clock"),
+    ):
+        request = render(fields, prompt={**USER, "tools": tools, "tool_choice": choice})
         assert (request.tools, request.tool_choice) == (TOOLS, NAMED)
         assert request.parallel_tool_calls is None
 
 
 def test_a_tools_file_is_found_beside_the_job_and_travels_inside_it(tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
-    table = {"engine": {"kind": "dry-run"}, "prompt": {"user": "x", "tools": "tools.json"}}
+    table = {"engine": {"kind": "dry-run"}, "prompt": {**USER, "tools": "tools.json"}}
     made = PromptRenderer(make_job(table, "job.toml", base=tmp_path))
     (tmp_path / "tools.json").write_text(json.dumps([CLOCK]))
     assert made.job.prompt.tools == TOOLS
@@ -77,8 +55,7 @@ def test_the_definitions_and_their_order_are_the_runs_identity(tmp_path: Path) -
     path = tmp_path / "tools.json"
 
     def found(tools: Any, **prompt: Any) -> dict[str, Any]:
-        table = {"engine": {"kind": "dry-run"}, "prompt": {"user": "x", "tools": tools, **prompt}}
-        return identity(make_job(table, "job.toml"))
+        return identity(job(prompt={**USER, "tools": tools, **prompt}))
 
     path.write_text(json.dumps(TOOLS))
     then = found(str(path))
@@ -94,21 +71,12 @@ def test_the_definitions_and_their_order_are_the_runs_identity(tmp_path: Path) -
 def test_parameters_with_the_name_of_a_secret_are_kept(tmp_path: Path) -> None:
     schema = {"type": "object", "properties": {"password": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "log_in", "parameters": schema}}]
-    job = make_job(
-        {
-            "engine": {"kind": "dry-run"},
-            "prompt": {"user": "x", "tools": tools},
-            "sampling": {"structured_outputs": {"json": schema}},
-            "output": {"dir": str(tmp_path)},
-        },
-        "job.toml",
-    )
-    assert identity(job)["prompt.tools"] == tools
-    assert identity(job)["sampling.structured_outputs"] == {"json": schema}
-    folder = tmp_path / "run"
-    folder.mkdir()
-    write_job(folder, job)
-    assert job_of_run(folder).prompt.tools == tools
+    sampling = {"structured_outputs": {"json": schema}}
+    made = job(prompt={**USER, "tools": tools}, sampling=sampling)
+    assert identity(made)["prompt.tools"] == tools
+    assert identity(made)["sampling.structured_outputs"] == {"json": schema}
+    write_job(tmp_path, made)
+    assert job_of_run(tmp_path).prompt.tools == tools
 
 
 @pytest.mark.parametrize(
@@ -117,10 +85,7 @@ def test_parameters_with_the_name_of_a_secret_are_kept(tmp_path: Path) -> None:
         ([], "found [], expected a list of"),
         ({"a": 1}, "found {'a': 1}, expected a list of"),
         ([5], "[0]: found 5, expected {"),
-        (
-            [WEATHER, {**CLOCK, "type": "mcp"}],
-            '[1].type: found \'mcp\', expected {"type": "function"',
-        ),
+        ([WEATHER, {**CLOCK, "type": "mcp"}], "[1].type: found 'mcp', expected {"),
         ([{"type": "function"}], "[0].function: is missing, expected {"),
         ([{"function": {}}], "[0].function.name: is missing, expected {"),
         ([{"function": {"name": 3}}], "[0].function.name: found 3, expected {"),
@@ -134,20 +99,16 @@ def test_wrong_definitions_are_named_wherever_they_are(
 ) -> None:
     path = tmp_path / "tools.json"
     path.write_text(json.dumps(tools))
-    assert f"prompt.tools: {path}: {words}"[:60] in (
-        message := refusal(JobError, {}, user="x", tools=str(path))
-    )
-    assert words in message
+    found = {f"prompt.tools: {path}: ": refusal(JobError, {}, prompt={**USER, "tools": str(path)})}
     if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
-        message = refusal(JobError, {}, user="x", tools=tools)
-        assert "prompt.tools: " in message
-        assert words in message
+        message = refusal(JobError, {}, prompt={**USER, "tools": tools})
+        assert ("prompt.tools: " in message, words in message) == (True, True), message
     if tools:
-        message = refusal(RequestError, {"t": tools}, user="x", tools="{{ t }}")
-        assert message.startswith("prompt.tools: ")
-        assert words in message
-        assert words in (message := body_refusal({"tools": tools}))
-        assert message.startswith("body.tools: ")
+        of_column = {**USER, "tools": "{{ t }}"}
+        found["prompt.tools: "] = refusal(RequestError, {"t": tools}, prompt=of_column)
+        found["body.tools: "] = refusal(RequestError, {"body": {**CHAT, "tools": tools}})
+    for place, message in found.items():
+        assert (message.startswith(place), words in message) == (True, True), message
 
 
 WRONG = {"function": {"name": "f", "parameters": {"type": "strin"}}}
@@ -181,49 +142,41 @@ COLUMN = {"tools": "{{ t }}", "tool_choice": "clock"}
         *((RequestError, {"t": tools}, COLUMN, words) for tools, words in OF_A_COLUMN),
         (TemplateError, {}, COLUMN, "'{{ t }}' is undefined"),
         *((RequestError, {"body": {**CHAT, **body}}, None, words) for body, words in OF_A_BODY),
-        (
-            RequestError,
-            {"body": {"prompt": "Once", "tools": TOOLS}},
-            None,
-            "tools need chat messages",
-        ),
+        (RequestError, {"body": {"prompt": "a", "tools": TOOLS}}, None, "tools need chat messages"),
     ],
 )
 def test_what_is_wrong_with_tools_or_a_choice_is_named(
     kind: type[Exception], fields: dict[str, Any], prompt: dict[str, Any] | None, words: str
 ) -> None:
-    of_job = {} if prompt is None else {"user": "x", **prompt}
-    assert words in refusal(kind, fields, **of_job)
+    assert words in refusal(kind, fields, prompt={} if prompt is None else {**USER, **prompt})
 
 
 @pytest.mark.parametrize("none", [None, "", [], " "])
 def test_a_row_without_tools_is_sent_without(none: Any) -> None:
-    request = render({"t": none}, user="x", tools="{{ t }}", tool_choice="auto")
+    prompt = {**USER, "tools": "{{ t }}"}
+    request = render({"t": none}, prompt={**prompt, "tool_choice": "auto"})
     assert (request.tools, request.tool_choice) == (None, None)
-    message = refusal(RowError, {"t": none}, user="x", tools="{{ t }}", tool_choice="required")
-    assert (
-        message
-        == "prompt.tool_choice: is 'required', but the row has no tools; add tools to the row, or leave the choice out"
+    message = refusal(RequestError, {"t": none}, prompt={**prompt, "tool_choice": "required"})
+    assert message.startswith(
+        "prompt.tool_choice: is 'required', but the row has no tools; give it"
     )
 
 
 @pytest.mark.parametrize("choice", ["required", "clock", NAMED])
 def test_a_forced_call_needs_a_grammar(choice: Any) -> None:
     prompt = {"tools": TOOLS, "tool_choice": choice}
-    with pytest.raises(
-        JobError, match=r"prompt\.tool_choice: forcing a call needs engine\.tool_call_parser"
-    ):
-        renderer(prompt, engine={"kind": "vllm", "model": "m"})
-    with pytest.raises(JobError, match=r"prompt\.tool_choice: transformers can't force"):
-        renderer(prompt, engine={"kind": "transformers", "model": "m"})
-    renderer(prompt, engine={"kind": "vllm", "model": "m", "tool_call_parser": "hermes"})
+    for kind, problem in {
+        "vllm": "forcing a call needs engine.tool_call_parser",
+        "transformers": "transformers can't force",
+    }.items():
+        message = refusal(JobError, {}, prompt=prompt, engine={"kind": kind, "model": "m"})
+        assert f"prompt.tool_choice: {problem}" in message
+    job(prompt=prompt, engine={"kind": "vllm", "model": "m", "tool_call_parser": "hermes"})
 
 
 def test_the_report_and_the_order_of_rows_know_the_column_of_tools() -> None:
-    table = {"engine": {"kind": "dry-run"}, "prompt": {"user": "{{ q }}", "tools": "{{ t }}"}}
-    job = make_job(table, "job.toml")
-    assert names_in(job, job.prompt, []) == {"q", "t"}
-    made = PromptRenderer(job)
+    made = renderer(prompt={"user": "{{ q }}", "tools": "{{ t }}"})
+    assert names_in(made.job, made.job.prompt, []) == {"q", "t"}
     first, same, other = (
         made.hint(Row(n, str(n), {"t": tools, "q": "same"}))
         for n, tools in enumerate([TOOLS, TOOLS, [CLOCK]])
@@ -235,28 +188,20 @@ def test_the_report_and_the_order_of_rows_know_the_column_of_tools() -> None:
 
 
 def test_a_body_brings_its_tools_and_the_words_of_its_template() -> None:
-    body = {
-        **CHAT,
-        "tools": TOOLS,
-        "tool_choice": NAMED,
-        "parallel_tool_calls": False,
-        "reasoning_effort": "low",
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    request = render({"body": body})
-    assert request.tools == TOOLS
-    assert request.tool_choice == NAMED
-    assert request.parallel_tool_calls is False
+    own = {"tools": TOOLS, "tool_choice": NAMED, "parallel_tool_calls": False}
+    words = {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
+    request = render({"body": {**CHAT, **own, **words}})
+    assert {name: getattr(request, name) for name in own} == own
     assert request.chat_template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
     assert request.sampling == {"temperature": 0.0, "max_tokens": 256}
 
 
 def test_a_body_without_tools_chooses_among_those_of_the_job() -> None:
     body = {**CHAT, "tool_choice": "none", "parallel_tool_calls": False}
-    request = render({"body": body}, tools=TOOLS, tool_choice="auto")
+    request = render({"body": body}, prompt={"tools": TOOLS, "tool_choice": "auto"})
     assert (request.tools, request.tool_choice) == (TOOLS, "none")
     assert request.parallel_tool_calls is False
-    request = render({"body": CHAT}, tools=TOOLS, tool_choice="none")
+    request = render({"body": CHAT}, prompt={"tools": TOOLS, "tool_choice": "none"})
     assert (request.tool_choice, request.parallel_tool_calls) == ("none", None)
 
 
@@ -286,15 +231,12 @@ def test_tools_of_a_parquet_column_have_their_own_parameters_alone(tmp_path: Pat
     lamp = {"name": "lamp", "strict": True, "parameters": {"properties": {"level": level}}}
     own = [TOOLS, [{"type": "function", "function": lamp}], None]
     rows = [{"q": "?", "t": tools} for tools in own]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    read = [*read_rows(InputTable(path=str(tmp_path / "rows.parquet")))]
+    read = rows_of(write_rows(tmp_path, "rows.parquet", rows))
     assert "level" in read[0].fields["t"][0]["function"]["parameters"]["properties"]
-    made = renderer({"user": "{{ q }}", "tools": "{{ t }}"})
+    made = renderer(prompt={"user": "{{ q }}", "tools": "{{ t }}"})
     assert [made.render(row).tools for row in read] == own
-    bodies = [renderer({}).render(Row(0, "0", {"body": {**CHAT, "tools": t}})) for t in own]
-    of_rows = [{"body": {**CHAT, "tools": row.fields["t"]}} for row in read]
-    of_bodies = [renderer({}).render(Row(0, "0", fields)) for fields in of_rows]
-    assert [body.tools for body in of_bodies] == [body.tools for body in bodies] == own
+    for tools in (own, [row.fields["t"] for row in read]):
+        assert [render({"body": {**CHAT, "tools": its}}).tools for its in tools] == own
 
 
 def test_a_null_in_a_message_is_a_key_that_it_lacks(tmp_path: Path) -> None:
@@ -307,10 +249,9 @@ def test_a_null_in_a_message_is_a_key_that_it_lacks(tmp_path: Path) -> None:
         {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": "noon"},
     ]
-    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "rows.parquet")
-    (row,) = read_rows(InputTable(path=str(tmp_path / "rows.parquet")))
+    (row,) = rows_of(write_rows(tmp_path, "rows.parquet", [{"messages": messages}]))
     assert "tool_calls" in row.fields["messages"][0]
-    assert renderer({}).render(row).messages == messages
+    assert renderer().render(row).messages == messages
 
 
 def test_arguments_become_text_and_the_rows_own_are_not_changed() -> None:
@@ -338,7 +279,6 @@ def test_wrong_tool_calls_fail_their_row(message: Any, words: str) -> None:
 
 
 def test_a_note_is_added_to_a_conversation_that_ends_with_a_call() -> None:
-    job = {"retry": {"reask": 1, "reask_note": "again"}, "output": {"parse": "json"}}
-    row = Row(0, "0", {"messages": TALK[1:2]})
-    noted = with_note(renderer({}, **job).render(row))
+    tables = {"retry": {"reask": 1, "reask_note": "again"}, "output": {"parse": "json"}}
+    noted = with_note(render({"messages": TALK[1:2]}, **tables))
     assert noted.messages[-1]["content"] == "\nagain"

@@ -15,14 +15,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from batchkit.config.loading import make_job
 from batchkit.errors import PromptTooLongError
 from batchkit.execution.processor import ProductionBatchProcessor
-from batchkit.rendering.renderer import PromptRenderer
 from batchkit.rendering.truncation import MARK, cut_at, longest_text, next_cut
 from batchkit.types import Cut, Request, Row
 from tests.support.chat_server import MODEL, Refused, error, serving
+from tests.support.dry_runs import job
 from tests.support.images import png
+from tests.support.rendering import renderer
 
 WORDS = "".join(f"w{n} " for n in range(500))
 DATA_URI = "data:image/png;base64," + "A" * 9000
@@ -43,6 +43,7 @@ PARTS = [
     {"type": "image", "image": DATA_URI},
     {"type": "text", "text": "what is it?"},
 ]
+MESSAGES = {"messages": [{"role": "user", "content": PARTS}]}
 DEEP = {"a": "short", "b": {"c": ["x", {"d": "the longest"}], "e": 7, "f": None}}
 
 
@@ -53,11 +54,7 @@ DEEP = {"a": "short", "b": {"c": ["x", {"d": "the longest"}], "e": 7, "f": None}
         ({"text": "short", "source": WORDS}, {"text"}, ["text"]),
         ({"text": "short", "source": WORDS}, {"title"}, None),
         ({"text": 3, "list": []}, {"text", "list"}, None),
-        (
-            {"messages": [{"role": "user", "content": PARTS}]},
-            {"messages"},
-            ["messages", 0, "content", 3, "text"],
-        ),
+        (MESSAGES, {"messages"}, ["messages", 0, "content", 3, "text"]),
         ({"type": WORDS}, {"type"}, ["type"]),
     ],
 )
@@ -221,14 +218,8 @@ def test_a_count_of_cut_tokens_below_zero_is_none(tmp_path: Path) -> None:
             raise Refused(400, error("too long", "exceed_context_size_error", **counts))
 
     with serving(refused_once) as server:
-        made = make_job(
-            {
-                "engine": {"kind": "openai-server", "model": MODEL, "base_url": server.url},
-                "output": {"dir": str(tmp_path)},
-                "retry": {"on_too_long": "truncate-middle"},
-            },
-            "test",
-        )
+        engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url}
+        made = job(engine=engine, output={"dir": str(tmp_path)}, retry=CUT["retry"])
         summary = ProductionBatchProcessor(made, quiet=True).process([{"prompt": WORDS}])
     (record,) = summary.records()
     assert record["usage"]["prompt_tokens"] > 30
@@ -238,21 +229,14 @@ def test_a_count_of_cut_tokens_below_zero_is_none(tmp_path: Path) -> None:
 # A request with its text cut
 
 
-def renderer(**tables: Any) -> PromptRenderer:
-    table = {
-        "engine": {"kind": "dry-run"},
-        "sampling": {"max_tokens": 16},
-        "retry": {"on_too_long": "truncate-middle"},
-        **tables,
-    }
-    return PromptRenderer(make_job(table, "test"))
+CUT = {"sampling": {"max_tokens": 16}, "retry": {"on_too_long": "truncate-middle"}}
 
 
 def shortened(
     fields: Mapping[str, Any], error: PromptTooLongError | None = None, **tables: Any
 ) -> tuple[Request, Request | None]:
     """The row's request, and what becomes of it after ``error``."""
-    one = renderer(**tables)
+    one = renderer(**{**CUT, **tables})
     before = copy.deepcopy({name: v for name, v in fields.items() if name != "picture"})
     request = one.render(Row(7, "q7", fields), attempt=3)
     shorter = one.shortened(request, error or too_long())
@@ -287,9 +271,8 @@ def test_all_but_the_text_stays() -> None:
     assert shorter.messages[0] == {"role": "system", "content": "Be brief."}
     assert text.startswith("Sum up: w0 w1 ")
     assert text.endswith("w498 w499 \nIn one line.")
-    assert shorter.cut == Cut(
-        len(text) - len("Sum up: \nIn one line.") - len(MARK), 1000, shorter.cut.answer_tokens
-    )
+    kept = len(text) - len("Sum up: \nIn one line.") - len(MARK)
+    assert (shorter.cut.kept, shorter.cut.prompt_tokens) == (kept, 1000)
 
 
 @pytest.mark.parametrize("own", [100.0, "100", {"a": 1}, [1], True, 10**400])
@@ -305,7 +288,7 @@ def test_a_rows_own_max_tokens_may_be_anything(own: Any) -> None:
 
 
 def test_second_cut_is_made_of_the_whole_text() -> None:
-    one = renderer(prompt={"user": "{{ q }}"})
+    one = renderer(**CUT, prompt={"user": "{{ q }}"})
     first = one.shortened(one.render(Row(0, "0", {"q": WORDS})), too_long(1000))
     second = one.shortened(first, too_long(600))
     assert second.cut.kept < first.cut.kept
@@ -326,6 +309,14 @@ def test_the_column_of_an_image_is_not_cut() -> None:
     prompt = {"user": "{{ image }}{{ q }}", "images": ["{{ image }}"]}
     _, shorter = shortened({"image": image, "q": WORDS}, prompt=prompt)
     assert MARK in shorter.messages[0]["content"][1]["text"]
+
+
+def test_the_file_of_a_text_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text(f"BEGIN {WORDS}END")
+    prompt = {"user": "{{ file }}|{{ q }}", "texts": {"file": "long.txt"}}
+    _, shorter = shortened({"q": "why?"}, prompt=prompt, media={"root": str(tmp_path)})
+    assert cut_text(shorter).startswith("BEGIN w0")
+    assert cut_text(shorter).endswith("END|why?")
 
 
 LONGER = WORDS * 2

@@ -43,21 +43,9 @@ def test_broken_line_never_takes_the_id_of_another_row() -> None:
     found = [(record["id"], record["status"]) for record in records()]
     assert found == [(row_id, "failed" if row_id in failed else "ok") for row_id in ids]
     assert batchkit("export", RUN, "--openai").exit_code == 0
-    exported = [
-        record["custom_id"]
-        for name in ("results.openai.jsonl", "results.openai.errors.jsonl")
-        for record in read_jsonl(RUN / name)
-    ]
+    names = ("results.openai.jsonl", "results.openai.errors.jsonl")
+    exported = [record["custom_id"] for name in names for record in read_jsonl(RUN / name)]
     assert len(set(exported)) == len(exported) == 6
-
-
-def test_validate_shows_what_is_wrong_with_a_broken_line() -> None:
-    write_input(line("1"), BROKEN, line("1"))
-    found = batchkit("validate", "job.toml", "--json").json
-    (broken,), (repeated,) = found["problems"], found["hints"]
-    assert (broken["index"], broken["kind"]) == (1, "invalid_request")
-    assert "in.jsonl line 2: not valid JSON" in broken["message"]
-    assert "row 2 repeats row 0 ('1')" in repeated
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

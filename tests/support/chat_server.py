@@ -18,7 +18,7 @@ import time
 import wave
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,8 @@ class ChatServer:
         self._http.shutdown()
         self._http.server_close()
         for connection in list(self._sockets):
-            try:
+            with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
         self._thread.join()
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -136,16 +134,8 @@ class ChatServer:
         if len(words) >= self.context and not self.counts:
             raise Refused(400, error("at least so many", param="input_tokens", code=400))
         if len(words) >= self.context:
-            raise Refused(
-                400,
-                error(
-                    "the request exceeds the available context size",
-                    "exceed_context_size_error",
-                    code=400,
-                    n_prompt_tokens=len(words),
-                    n_ctx=self.context,
-                ),
-            )
+            counts = {"n_prompt_tokens": len(words), "n_ctx": self.context}
+            raise Refused(400, error("too long", "exceed_context_size_error", code=400, **counts))
         time.sleep(self.latency_s)
         said = (answer or f"{images} images, asked: {text}").split()
         most = body.get("max_tokens", 16)
@@ -170,8 +160,8 @@ class ChatServer:
 
 
 @contextmanager
-def serving(*args: Any, **kwargs: Any) -> Iterator[ChatServer]:
-    server = ChatServer(*args, **kwargs)
+def serving(*args: Any, of: type[ChatServer] = ChatServer, **kwargs: Any) -> Iterator[ChatServer]:
+    server = of(*args, **kwargs)
     try:
         yield server
     finally:
@@ -241,12 +231,10 @@ class _Handler(Page):
     def _flood(self, flood: Flood) -> None:
         self.close_connection = True
         self.reply(flood.status, b"", Connection="close")
-        try:
+        with suppress(OSError):
             for _ in range(flood.times):
                 self.wfile.write(flood.chunk)
                 self.of.flooded += len(flood.chunk)
-        except OSError:
-            pass
 
     def _models(self) -> dict[str, Any]:
         if self.path != "/v1/models":
@@ -306,15 +294,10 @@ def _said(words: list[str], body: dict[str, Any], is_chat: bool) -> dict[str, An
     if is_chat:
         said: dict[str, Any] = {"message": {"role": "assistant", "content": text}, "logprobs": None}
         if wanted is True:
-            tops = [
-                {"token": "x", "logprob": -2.0, "bytes": [120]} for _ in range(body["top_logprobs"])
-            ]
-            said["logprobs"] = {
-                "content": [
-                    {"token": w, "logprob": -0.5, "bytes": list(w.encode()), "top_logprobs": tops}
-                    for w in words
-                ]
-            }
+            tops = [{"token": "x", "logprob": -2.0, "bytes": [120]}] * body["top_logprobs"]
+            told = {"logprob": -0.5, "top_logprobs": tops}
+            content = [{"token": w, "bytes": list(w.encode()), **told} for w in words]
+            said["logprobs"] = {"content": content}
         return said
     said = {"text": text, "logprobs": None}
     if type(wanted) is int:

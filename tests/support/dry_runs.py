@@ -112,8 +112,8 @@ def verify(folder: Path = RUN) -> dict[str, Any]:
     return batchkit("verify", str(folder), "--json").json
 
 
-def job(**tables: dict[str, Any]) -> JobConfig:
-    return make_job({"name": "a", "engine": {"kind": "dry-run"}, **tables}, "the test")
+def job(*overrides: str, **tables: Any) -> JobConfig:
+    return make_job({"name": "a", "engine": {"kind": "dry-run"}, **tables}, "test", overrides)
 
 
 def process(rows: Any, **options: Any) -> Any:

@@ -10,11 +10,11 @@ import base64
 import hashlib
 import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from tests.support.chat_server import MODEL, ChatServer, Refused, error, read_content
+from tests.support.chat_server import MODEL, ChatServer, Refused, error, read_content, serving
 
 PATHS = frozenset(["/v1/embeddings", "/classify", "/v1/rerank"])
 LABELS = ["short", "middle", "long"]
@@ -59,10 +59,8 @@ class PoolingServer(ChatServer):
             (text, _), *documents = read
             seen = sum(count for _, count in read)
         else:
-            contents = (
-                [m["content"] for m in body["messages"]] if "messages" in body else [body["input"]]
-            )
-            texts, images = zip(*map(read_content, contents), strict=True)
+            messages = body.get("messages", [{"content": body.get("input")}])
+            texts, images = zip(*(read_content(m["content"]) for m in messages), strict=True)
             text, seen = " ".join(texts), sum(images)
         with self.lock:
             self.bodies.append(body)
@@ -70,9 +68,10 @@ class PoolingServer(ChatServer):
         longest = max((len(document.split()) for document, _ in documents), default=0)
         words = len(text.split()) + longest
         if words >= self.context:
-            raise Refused(400, error(
-                f"This model's maximum context length is {self.context} tokens. However, your request"
-                " has more.", param="input_tokens", code=400))  # fmt: skip
+            limit = f"This model's maximum context length is {self.context} tokens. However, "
+            raise Refused(
+                400, error(f"{limit}your request has more.", param="input_tokens", code=400)
+            )
         time.sleep(self.latency_s)
         with self.lock:
             self.answered[text] += 1
@@ -98,10 +97,4 @@ class PoolingServer(ChatServer):
         return {**made, "results": results[::-1]}
 
 
-@contextmanager
-def pooling(*args: Any, **kwargs: Any) -> Iterator[PoolingServer]:
-    server = PoolingServer(*args, **kwargs)
-    try:
-        yield server
-    finally:
-        server.kill()
+pooling = partial(serving, of=PoolingServer)
