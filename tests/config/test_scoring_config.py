@@ -15,33 +15,18 @@ def job(scoring: dict[str, Any], *overrides: str) -> JobConfig:
     return make_job({"engine": {"kind": "dry-run"}, "scoring": scoring}, "test", overrides)
 
 
-MISTAKES: list[tuple[dict[str, Any], str]] = [  # how the one problem begins
+MISTAKES: list[tuple[dict[str, Any], str]] = [  # …: any text between, or behind it
     ({"extract": {"regex": {"pattern": "("}}}, "extract.regex.pattern: '(' is not a valid regular"),
-    (
-        {"rules": [{}, {"extract": "regex"}]},
-        "rules.1.extract.regex.pattern: this key is missing; wri",
-    ),
+    ({"rules": [{}, {"extract": "regex"}]}, "rules.1.extract.regex.pattern: this key is missing"),
     ({"extract": {"number": {"last": True}}}, "extract.number.last: unknown key; known: none"),
     ({"extract": {"json": 1}}, "extract.json: found 1, expected table"),
-    (
-        {"extract": {"json": {}, "number": {}}},
-        'extract: found {"json": {}, "number": {}}, expected',
-    ),
-    (
-        {"scorers": [1]},
-        "scorers: found 1, expected a name, or a table { NAME = { PARAMETER = VALUE }",
-    ),
+    ({"extract": {"json": {}, "number": {}}}, 'extract: found {"json": {}, "number": {}}'),
+    ({"scorers": [1]}, "scorers: found 1, expected a name, or a table { NAME = { PARAMETER ="),
     ({"scorers": "em"}, 'scorers: found "em", expected a list; write ["em"]'),
     ({"scorers": ["numeric", {"numeric": {}}]}, "scorers: has numeric twice; leave one out"),
     ({"scorers": ["em", {"numeric": {"tolerance": "1 %"}}]}, "scorers.numeric.tolerance: found "),
-    (
-        {"scorers": [{"judge": {"max_scor": 10}}]},
-        "scorers.judge.max_scor: unknown key; did you mea",
-    ),
-    (
-        {"tolerance": 0.1},
-        "tolerance: unknown key; did you mean 'scoring.scorers.numeric.tolerance'?",
-    ),
+    ({"scorers": [{"judge": {"max_scor": 10}}]}, "scorers.judge.max_scor: …mean 'max_score'?"),
+    ({"tolerance": 0.1}, "tolerance: …mean 'scoring.scorers.numeric.tolerance'?"),
 ]
 
 
@@ -51,8 +36,9 @@ def test_a_wrong_extractor_scorer_or_parameter_names_its_key(
 ) -> None:
     with pytest.raises(JobError) as error:
         job(scoring)
-    assert str(error.value).startswith(f"test: 1 problem\n  scoring.{message}")
-    assert str(error.value).count("\n") == 1
+    start, _, end = message.partition("…")
+    (line,) = str(error.value).removeprefix("test: 1 problem\n  scoring.").splitlines()
+    assert (line.startswith(start), line.endswith(end)) == (True, True), line
 
 
 @pytest.mark.parametrize(

@@ -62,15 +62,9 @@ GPU_HOURS = {"price_per_gpu_hour": 2.0}
 SOLVE = {"function": "a:b"}
 REASK = {"retry": {"reask": 1, "reask_note": "x"}}
 SERVER = {"kind": "openai-server", "model": "m", "base_url": "http://a/v1"}
-WRONG: list[tuple[dict[str, Any], str]] = [  # how the one problem begins
-    (
-        {"engine": VLLM, "prompt": BY_ROW},
-        "prompt.lora: there are no named adapters; add [engine.lo",
-    ),
-    (
-        {"engine": {**VLLM, "loras": {"a": "x"}}, "prompt": USER},
-        "engine.loras: no row uses them; set",
-    ),
+WRONG: list[tuple[dict[str, Any], str]] = [  # …: any text between, or behind it
+    ({"engine": VLLM, "prompt": BY_ROW}, "prompt.lora: there are no named adapters; add"),
+    ({"engine": {**VLLM, "loras": {"a": "x"}}, "prompt": USER}, "engine.loras: no row uses them"),
     (
         {"engine": {**VLLM, "kind": "transformers"}, "steps": [step(prompt=BY_ROW)]},
         'steps.draft.prompt.lora: engine.kind "transformers" supports one adapter; set engine.lora, or use "vllm"',
@@ -83,10 +77,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [  # how the one problem begins
         {"engine": {**VLLM, "loras": {" a": "x"}}, "prompt": BY_ROW},
         "engine: loras: ' a' is not a valid adapter name; use a name that is not empty and has no",
     ),
-    (
-        {"steps": [step(), step("b", smapling={})]},
-        "steps.b.smapling: unknown key; did you mean 'sam",
-    ),
+    ({"steps": [step(), step("b", smapling={})]}, "steps.b.smapling: …mean 'sampling'?"),
     (
         {"steps": [step(sampling={"temperature": "x"})]},
         'steps.draft.sampling.temperature: found "x", expected number ≥ 0 or text like {{ column }}',
@@ -94,37 +85,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [  # how the one problem begins
     ({"steps": [step(user="x")]}, "steps.draft.user: unknown key; did you mean 'prompt.user'?"),
     ({"steps": [{"prompt": {}}]}, "steps.0.name: this key is missing"),
     ({"steps": [step("a b")]}, 'steps.0.name: found "a b", expected text of letters, digits and _'),
-    (
-        {"steps": [step(), step("draft")]},
-        "steps: two steps are named 'draft'; give each step its own",
-    ),
-    (
-        {"steps": [step("items")]},
-        "steps.items: templates can't read steps.items, which is a method",
-    ),
+    ({"steps": [step(), step("draft")]}, "steps: two steps are named 'draft'; give each step its"),
+    ({"steps": [step("items")]}, "steps.items: templates can't read steps.items, which is a"),
     ({"steps": [3]}, "steps.0: found 3, expected table"),
     ({"steps": {}}, "steps: found {}, expected list of tables; write [[steps]] instead of [steps]"),
     ({"step": [step()]}, "step: unknown key; did you mean 'steps'?"),
-    (
-        {"steps": [step(extract="regex")]},
-        "steps.draft.extract.regex.pattern: this key is missing; w",
-    ),
-    (
-        {"steps": [step(), step("b", prompt={"system": "x"})]},
-        "steps.b.prompt: has no user, user_file or images; set one (only the first step may lack them)",
-    ),
-    (
-        {"steps": [step(answer=False)]},
-        "steps: all steps have answer = false, but one step must give",
-    ),
-    (
-        {"steps": [step()], "prompt": USER},
-        "prompt.user: [[steps]] has its own prompts; leave it out",
-    ),
-    (
-        {"steps": [step()], "output": {"parse": "json"}},
-        "output.parse: has no effect with [[steps]]; leave it out, and set parse in a step",
-    ),
+    ({"steps": [step(extract="regex")]}, "steps.draft.extract.regex.pattern: this key is missing"),
+    ({"steps": [step(), step("b", prompt={"system": "x"})]}, "steps.b.prompt: has no user"),
+    ({"steps": [step(answer=False)]}, "steps: all steps have answer = false, but one step must"),
+    ({"steps": [step()], "prompt": USER}, "prompt.user: [[steps]] has its own prompts; leave it"),
+    ({"steps": [step()], "output": {"parse": "json"}}, "output.parse: has no effect with"),
     (
         {"steps": [step(parse="json")], "sampling": NO_SCHEMA},
         "steps.draft.sampling.structured_outputs.json: not a valid JSON schema: $.type: 'x' is not",
@@ -133,18 +103,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [  # how the one problem begins
         {"steps": [step(prompt=FORCED, engine="judge")], "engines": {"judge": VLLM}},
         "steps.draft.prompt.tool_choice: forcing a call needs engine.tool_call_parser: set it to vL",
     ),
-    (
-        {"steps": [step()], **REASK},
-        "retry.reask: no answer would be asked again, because all are acc",
-    ),
+    ({"steps": [step()], **REASK}, "retry.reask: no answer would be asked again, because all are"),
     (
         {"steps": [step(extract="code", scorers=["chart"])]},
         "steps.draft.scorers: chart is computed after the run; put it into scoring.scorers",
     ),
-    (
-        {"steps": [step()], "vars": {"steps": 1}},
-        "vars.steps: 'steps' is the name of the earlier steps' results; choose another name",
-    ),
+    ({"steps": [step()], "vars": {"steps": 1}}, "vars.steps: 'steps' is the name of the earlier"),
     (
         {"steps": [step(engine="jugde")], "engines": ENGINE},
         "steps.draft.engine: found 'jugde', expected one of [engines]: judge; did you mean 'judge'?",
@@ -154,14 +118,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [  # how the one problem begins
         "engines.judge.server.comand: unknown key; did you mean 'command'?",
     ),
     ({"engines": {"judge": 3}}, "engines.judge: found 3, expected table"),
-    (
-        {"steps": [step()], "engines": ENGINE},
-        "engines.judge: no step uses it; set engine = 'judge'",
-    ),
-    (
-        {"steps": [step(engine="a.b")], "engines": {"a.b": DRY}},
-        "engines.'a.b': the name of an engine may only have letters, digits, - and _",
-    ),
+    ({"steps": [step()], "engines": ENGINE}, "engines.judge: no step uses it; set engine ="),
+    ({"steps": [step(engine="a.b")], "engines": {"a.b": DRY}}, "engines.'a.b': the name of an"),
     (
         {"steps": [step(engine="judge")], "engines": {"judge": SERVER}, "budget": GPU_HOURS},
         "budget.price_per_gpu_hour: engines.judge is a server; set budget.price_per_million_tokens",
@@ -176,8 +134,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [  # how the one problem begins
 
 @pytest.mark.parametrize(("tables", "found"), WRONG)
 def test_what_is_wrong_is_named(tables: dict[str, Any], found: str) -> None:
+    start, _, end = found.partition("…")
     (line,) = problems(**tables)
-    assert line.startswith(found)
+    assert (line.startswith(start), line.endswith(end)) == (True, True), line
 
 
 def test_all_problems_of_steps_come_at_once() -> None:

@@ -104,10 +104,7 @@ def test_a_broken_model_is_named_in_one_paragraph(
         ("awq quantization is currently not supported in cpu.", "in another quantization"),
         ("Not enough allowed NUMA nodes to bind threads of 2", "lower tensor_parallel_size"),
         ("Available memory on node 0 (1/2 GiB) is less than desired CPU", "Other programs use"),
-        (
-            "NUMA binding was requested, but vLLM could not detect",
-            "leave engine.options.numa_bind out",
-        ),
+        ("NUMA binding was requested, but vLLM could not detect", "leave engine.options.numa_bind"),
     ],
 )
 def test_what_can_not_be_caused_here_is_recognised_by_its_words(words: str, remedy: str) -> None:

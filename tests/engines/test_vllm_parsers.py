@@ -194,10 +194,7 @@ def _check_transformers(job: JobConfig, log: Path, bodies: list[dict[str, Any]])
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        (
-            {"reasoning_parser": "quen3"},
-            "engine.reasoning_parser: vLLM has no parser 'quen3', it has ",
-        ),
+        ({"reasoning_parser": "quen3"}, "engine.reasoning_parser: vLLM has no parser 'quen3', it"),
         ({"tool_call_parser": "hermess"}, "did you mean 'hermes'?"),
         ({"tool_call_parser": "x"}, "qwen3_coder"),
         (

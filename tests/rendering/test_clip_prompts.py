@@ -142,14 +142,8 @@ def test_rows_that_name_the_same_clip_share_it(root: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        (
-            {"user": "{{ video }}{{ video }}", "videos": ["1.mkv"]},
-            "{{ video }} more often than prom",
-        ),
-        (
-            {"user": "{{ image }}{{ image }}", "images": ["red.png"]},
-            "{{ image }} more often than pr",
-        ),
+        ({"user": "{{ video }}{{ video }}", "videos": ["1.mkv"]}, "{{ video }} more often than"),
+        ({"user": "{{ image }}{{ image }}", "images": ["red.png"]}, "{{ image }} more often than"),
         ({"user": "q", "videos": ["{{ none }}"]}, "the row names no video"),
         ({"user": "q", "audios": ["{{ none }}"]}, "the row names no audio"),
         ({"user": "q", "videos": ["{{ three }}"]}, "video 3 (int): a video is a path"),

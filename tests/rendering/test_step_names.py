@@ -34,37 +34,21 @@ def write_job(second: dict[str, Any], first: dict[str, Any] | None = None, **tab
 @pytest.mark.parametrize(
     ("key", "template", "found"),
     [
-        (
-            "prompt.user",
-            "{{ steps.darft.text }}",
-            "steps.darft is no earlier step; did you mean 'draft'",
-        ),
+        ("when", "{{ steps.darft.text }}", "steps.darft is no earlier step; did you mean 'draft'"),
         ("when", "{{ steps.last.text }}", f"steps.last is no earlier step; {SEES}"),
         (
             "prompt.system",
             "{{ steps['revise']['text'] }}",
             f"steps.revise is no earlier step; {SEES}",
         ),
-        (
-            "prompt.images.0",
-            "{{ steps.draft.txt }}",
-            "steps.draft has no 'txt'; did you mean 'text'?",
-        ),
+        ("prompt.images.0", "{{ steps.draft.txt }}", "steps.draft has no 'txt'; did you mean 'te"),
         (
             "prompt.texts.a",
             "{{ steps.draft.of_model }}",
             f"steps.draft has no 'of_model'; it has {ALL}",
         ),
-        (
-            "when",
-            "{{ steps.draft.prediction == 'x' }}",
-            "steps.draft has no 'prediction', because the",
-        ),
-        (
-            "prompt.user",
-            "{{ steps.draft.text",
-            "line 1: unexpected end of template, expected 'end of",
-        ),
+        ("when", "{{ steps.draft.prediction == 'x' }}", "steps.draft has no 'prediction', because"),
+        ("prompt.user", "{{ steps.draft.text", "line 1: unexpected end of template, expected 'end"),
         ("prompt.user_file", "gone.j2", "FOLDER/gone.j2: can't be read: No such file or directory"),
     ],
 )
