@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
 from batchkit.commands.score import score_run
-from batchkit.config.loading import make_job
 from batchkit.config.tables import ScoringTable
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.runs.scores import table_of
@@ -24,6 +23,7 @@ from batchkit.scoring.overlap import overlap, pair
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.score_store import read_scored
+from tests.support import dry_runs
 
 pytestmark = pytest.mark.slow
 
@@ -51,10 +51,8 @@ def test_a_pattern_that_needs_too_much_leaves_its_row_unscored(
     found = scored(text, extract={"regex": {"pattern": pattern}}, scorers=["em", "f1"])
     assert found.scores == {"em": None, "f1": None}
     assert f"the pattern {reason}" in str(found.unscored)
-    assert (
-        scored("the end", extract={"regex": {"pattern": r"\w+$"}}, scorers=["em"]).prediction
-        == "end"
-    )
+    sound = scored("the end", extract={"regex": {"pattern": r"\w+$"}}, scorers=["em"])
+    assert sound.prediction == "end"
 
 
 PATTERNS = [
@@ -70,27 +68,9 @@ PATTERNS = [
     r"\W(\w)\W*$",
     r"\x41|\0",
 ]
-TEXTS = [
-    *(
-        "Answer: m²",
-        "Answer: CO₂",
-        "Answer: ½",
-        "Answer: नमस्ते",
-        "a\x1cb c\x1fd",
-        "xi x{i}",
-        "",
-        "\ud800 A",
-    ),
-    *(
-        "\\frac{d}{dx} y",
-        "cat cut {e} cat{e}",
-        "[a:] abc",
-        "STRASSE Straße",
-        "aab ab",
-        "B.\u200b",
-        "a\0",
-    ),
-]
+TEXTS = ["Answer: m²", "Answer: CO₂", "Answer: ½", "Answer: नमस्ते", "a\x1cb c\x1fd", "xi x{i}", ""]
+TEXTS += ["\ud800 A", "\\frac{d}{dx} y", "cat cut {e} cat{e}", "[a:] abc", "STRASSE Straße"]
+TEXTS += ["aab ab", "B.\u200b", "a\0"]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -104,9 +84,8 @@ def test_a_pattern_is_read_as_pythons_re_reads_it(pattern: str) -> None:
 
 
 def test_a_long_answer_of_many_matches_is_scored() -> None:
-    found = scored(
-        "ab " * 1_300_000 + "end", extract={"regex": {"pattern": r"\S+"}}, scorers=["em"]
-    )
+    extract = {"regex": {"pattern": r"\S+"}}
+    found = scored("ab " * 1_300_000 + "end", extract=extract, scorers=["em"])
     assert (found.prediction, found.unscored) == ("end", None)
 
 
@@ -130,17 +109,10 @@ def test_a_process_that_somebody_ends_costs_no_score() -> None:
 
 
 def test_why_a_row_is_unscored_is_in_its_record_and_in_the_table(tmp_path: Path) -> None:
-    job = make_job(
-        {
-            "name": "long",
-            "engine": {"kind": "dry-run"},
-            "output": {"dir": str(tmp_path)},
-            "scoring": {"reference": "a", "scorers": ["em"]},
-        },
-        "test",
-    )
+    scoring = {"reference": "a", "scorers": ["em"]}
+    job = dry_runs.job(output={"dir": str(tmp_path)}, scoring=scoring)
     rows = [{"prompt": "short", "a": "b"}, {"prompt": "long", "a": "b" * 200_001}]
-    folder = tmp_path / "long"
+    folder = tmp_path / "a"
     assert ProductionBatchProcessor(job, quiet=True).process(rows).ok == 2
     records = {r["index"]: r for r in read_newest(folder / RESULTS)}
     reason = "the scorer em: the reference has more than 200,000 characters"
@@ -167,9 +139,7 @@ def test_why_a_row_is_unscored_is_in_its_record_and_in_the_table(tmp_path: Path)
     ids=lambda text: text[:3],
 )
 def test_brackets_that_begin_nothing_take_no_time(text: str) -> None:
-    found = scored(
-        text + ' {"k": 1}', extract={"json": {"key": "k"}}, scorers=["em"], reference="a"
-    )
+    found = scored(text + ' {"k": 1}', extract={"json": {"key": "k"}}, scorers=["em"])
     assert found.prediction == "1" or found.unscored is not None
 
 

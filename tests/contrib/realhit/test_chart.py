@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Callable, Iterator
@@ -15,13 +14,12 @@ import pytest
 from batchkit.contrib.realhit.chart import Chart, ChartScore, same_values, score_chart, score_charts
 from batchkit.contrib.realhit.chart.answer import Mode, chart_code
 from batchkit.contrib.realhit.chart.sandbox import Sandbox
-from tests.support.paths import ROOT
+from tests.support.realhit import vectors
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 pytest.importorskip("openpyxl")
 
-VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"
 Score = Callable[..., ChartScore]
 IMPORTS = "import pandas as pd\nimport matplotlib.pyplot as plt\n"
 
@@ -52,16 +50,7 @@ def score() -> Iterator[Score]:
 
 
 def drawn(body: str) -> str:
-    return f"{IMPORTS}{textwrap.dedent(body)}plt.show()\n"
-
-
-def vectors(key: str) -> list[Any]:
-    if not VECTORS.is_file():
-        return [pytest.param(None, marks=pytest.mark.skip(reason=f"{VECTORS} is not here"))]
-    return [
-        pytest.param(vector, id=vector.get("name", f"{key}-{number}"))
-        for number, vector in enumerate(json.loads(VECTORS.read_text())[key])
-    ]
+    return f"{IMPORTS}{body}plt.show()\n"
 
 
 # What the official code was seen to answer. Its Pass "None" (no y values) is a chart not passed.
@@ -72,11 +61,8 @@ def vectors(key: str) -> list[Any]:
 def test_official_mode_gives_the_official_score(score: Score, vector: dict[str, Any]) -> None:
     found = score(vector["response"], vector["reference"], vector["chart_type"], "official")
     wanted = vector["result"]
-    assert (found.ecr, found.passed, found.y) == (
-        wanted["ECR"],
-        wanted["Pass"] is True,
-        wanted["y"],
-    )
+    expected = wanted["ECR"], wanted["Pass"] is True, wanted["y"]
+    assert (found.ecr, found.passed, found.y) == expected
 
 
 @pytest.mark.slow
@@ -149,46 +135,23 @@ SELECTED = "df = pd.DataFrame({'v': [1, 2]})\nplt.bar([0, 1], [df['v'][i] for i 
 FRACTIONS = "plt.pie([603, 23, 374])\n"  # rounded, they sum to 0.99; divided by that, 0.6 is 0.61
 
 
-@pytest.mark.parametrize(
-    ("chart_type", "response", "reference", "official_ecr"),
-    [
-        ("BarChart", drawn("for k in (1, 2):\n    plt.bar([k], [k])\n"), "[1, 2]", False),
-        ("BarChart", drawn(SELECTED), "[1, 2]", False),
-        (
-            "BarChart",
-            "```python\n" + drawn("plt.bar([1, 2], [1, 2])\n")[:-11] + "```",
-            "[1, 2]",
-            False,
-        ),
-        ("BarChart", drawn("plt.bar([1, 2], [1, 2])\nprint('done')\n"), "[1, 2]", True),
-        ("BarChart", drawn("plt.barh(['a', 'b'], [1, 2])\n"), "[1, 2]", True),
-        ("BarChart", drawn("plt.bar([1, 2], [1, float('nan')])\n"), "[nan, 1]", True),
-        ("LineChart", drawn(TWINX), "[[1], [3]]", True),
-        (
-            "LineChart",
-            drawn("plt.plot([1], [1])\nplt.savefig('a.png')\nplt.close()\n"),
-            "[[1]]",
-            True,
-        ),
-        ("ScatterChart", drawn("plt.plot([1, 2], [3, 4], 'o')\n"), "[[3, 4]]", True),
-        ("PieChart", drawn(FRACTIONS), "[0.6, 0.02, 0.37]", True),
-    ],
-    ids=[
-        "loop",
-        "comprehension",
-        "no show",
-        "print",
-        "barh",
-        "nan",
-        "twinx",
-        "close",
-        "markers",
-        "rounded fractions",
-    ],
-)
-def test_fixed_mode_reads_what_the_official_runner_gets_wrong(
-    score: Score, chart_type: str, response: str, reference: str, official_ecr: bool
-) -> None:
+OFFICIAL_ERRS: dict[str, tuple[str, str, str, bool]] = {  # …, and if the official code runs it
+    "loop": ("BarChart", drawn("for k in (1, 2):\n    plt.bar([k], [k])\n"), "[1, 2]", False),
+    "comprehension": ("BarChart", drawn(SELECTED), "[1, 2]", False),
+    "no show": ("BarChart", f"```python\n{IMPORTS}plt.bar([1, 2], [1, 2])\n```", "[1, 2]", False),
+    "print": ("BarChart", drawn("plt.bar([1, 2], [1, 2])\nprint('done')\n"), "[1, 2]", True),
+    "barh": ("BarChart", drawn("plt.barh(['a', 'b'], [1, 2])\n"), "[1, 2]", True),
+    "nan": ("BarChart", drawn("plt.bar([1, 2], [1, float('nan')])\n"), "[nan, 1]", True),
+    "twinx": ("LineChart", drawn(TWINX), "[[1], [3]]", True),
+    "close": ("LineChart", drawn("plt.plot([1], [1])\nplt.close()\n"), "[[1]]", True),
+    "markers": ("ScatterChart", drawn("plt.plot([1, 2], [3, 4], 'o')\n"), "[[3, 4]]", True),
+    "rounded fractions": ("PieChart", drawn(FRACTIONS), "[0.6, 0.02, 0.37]", True),
+}
+
+
+@pytest.mark.parametrize("case", OFFICIAL_ERRS)
+def test_fixed_mode_reads_what_the_official_runner_gets_wrong(score: Score, case: str) -> None:
+    chart_type, response, reference, official_ecr = OFFICIAL_ERRS[case]
     official = score(response, reference, chart_type, "official")
     fixed = score(response, reference, chart_type, "fixed")
     assert (official.ecr, bool(official.passed)) == (official_ecr, False)
@@ -206,24 +169,23 @@ def test_chart_without_a_usable_reference_is_unscored_but_run(
 
 
 @pytest.mark.parametrize(
-    "name", ["'table.xlsx'", '"table.xlsx"', "'./data/labor-table01.xlsx'", "r'C:\\x\\other.xlsx'"]
+    ("name", "mode", "passed"),
+    [
+        ("'table.xlsx'", "fixed", True),
+        ('"table.xlsx"', "fixed", True),
+        ("'./data/labor-table01.xlsx'", "fixed", True),
+        ("r'C:\\x\\other.xlsx'", "fixed", True),
+        ("'any.xlsx'", "official", True),
+        ('"table.xlsx"', "official", True),
+        ('"any.xlsx"', "official", False),  # it knows one name in double quotes
+    ],
 )
 def test_table_is_read_by_whatever_name_the_code_has_for_it(
-    score: Score, table: Path, name: str
+    score: Score, table: Path, name: str, mode: Mode, passed: bool
 ) -> None:
     code = drawn(f"df = pd.read_excel({name})\nplt.bar(df['year'], df['men'])\n")
-    found = score(code, "[1.5, 2.5]", table=table)
-    assert (found.passed, found.problem) == (True, None)
-
-
-@pytest.mark.parametrize(
-    ("name", "passed"), [("'any.xlsx'", True), ('"table.xlsx"', True), ('"any.xlsx"', False)]
-)
-def test_official_mode_knows_no_other_name_in_double_quotes(
-    score: Score, table: Path, name: str, passed: bool
-) -> None:
-    code = drawn(f"df = pd.read_excel({name})\nplt.bar(df['year'], df['men'])\n")
-    assert score(code, "[1.5, 2.5]", mode="official", table=table).passed == passed
+    found = score(code, "[1.5, 2.5]", mode=mode, table=table)
+    assert (found.passed, found.problem is None) == (passed, passed)
 
 
 def test_missing_table_is_named(score: Score, tmp_path: Path) -> None:
@@ -320,15 +282,8 @@ def test_fixed_mode_corrects_what_was_lost_on_the_way(score: Score, code: str) -
 
 
 def test_indentation_that_is_meant_is_kept(score: Score) -> None:
-    code = drawn(
-        """\
-        def draw(values):
-            for k, value in enumerate(values):
-                plt.bar([k], [value])
-        draw([1, 2])
-        """
-    )
-    assert score(code).passed
+    body = "def draw(values):\n  for k, value in enumerate(values):\n    plt.bar([k], [value])\n"
+    assert score(drawn(f"{body}draw([1, 2])\n")).passed
 
 
 @pytest.mark.parametrize(

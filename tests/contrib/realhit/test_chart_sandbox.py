@@ -30,6 +30,7 @@ IMPORTS = "import pandas as pd\nimport matplotlib.pyplot as plt\n"
 DRAWN = "plt.bar([1, 2], [1, 2])\nplt.show()\n"
 GOOD = Chart(IMPORTS + DRAWN, "BarChart", "[1, 2]", None)
 SECRET = "batchkit-test-secret-5d1f"
+STAT = ("st_size", "st_mtime", "st_mode")
 
 
 Run = Callable[..., ChartScore]
@@ -214,16 +215,11 @@ def test_files_outside_and_of_python_are_not_changed(
     kept = tmp_path / "kept.txt"
     kept.write_text("kept")
     python = Path(textwrap.__file__)  # may be read, so only the write is in question
-    before = python.stat()
+    before = [getattr(python.stat(), name) for name in STAT]
     for path in (kept, python):
         refused(writing.format(path=str(path)))
     assert kept.read_text() == "kept"
-    after = python.stat()
-    assert (after.st_size, after.st_mtime, after.st_mode) == (
-        before.st_size,
-        before.st_mtime,
-        before.st_mode,
-    )
+    assert [getattr(python.stat(), name) for name in STAT] == before
 
 
 def test_table_outlives_the_chart_that_removes_it(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -364,8 +360,7 @@ def test_system_call_is_refused(sandbox: Sandbox, name: str, number: int) -> Non
     assert libc.syscall({number}, 0, 0, 0, 0, 0) == -1
     assert ctypes.get_errno() in (errno.EPERM, errno.ENOSYS), ctypes.get_errno()
     """
-    code = f"{IMPORTS}{textwrap.dedent(body)}{DRAWN}"
-    found = score_chart(Chart(code, "BarChart", "[1, 2]", None), sandbox, "fixed")
+    found = score_chart(chart(f"{textwrap.dedent(body)}{DRAWN}"), sandbox, "fixed")
     assert found.passed or "killed" in (found.problem or ""), found.problem
 
 
@@ -402,8 +397,8 @@ def test_garbage_on_the_way_back_is_no_score(refused: Refused, data: str, then: 
 
 
 def test_values_as_large_as_they_come_are_no_score(sandbox: Sandbox) -> None:
-    code = f"{IMPORTS}plt.plot(range(300_000))\nplt.show()"
-    found = score_chart(Chart(code, "LineChart", "[[1]]", None), sandbox, "fixed")
+    large = chart("plt.plot(range(300_000))\nplt.show()", "LineChart", "[[1]]")
+    found = score_chart(large, sandbox, "fixed")
     assert (found.ecr, found.passed) == (True, False)
     assert found.problem is not None
     assert len(found.y) < 2**20
@@ -411,8 +406,7 @@ def test_values_as_large_as_they_come_are_no_score(sandbox: Sandbox) -> None:
 
 def test_what_comes_back_can_be_printed_and_stored(refused: Refused, sandbox: Sandbox) -> None:
     assert refused("raise ValueError('\\x1b[2J\\ud800')") == "ValueError: ?[2J?"
-    code = f"{IMPORTS}print('\\ud800')\n{DRAWN}"
-    found = score_chart(Chart(code, "BarChart", "[1, 2]", None), sandbox, "official")
+    found = score_chart(chart(f"print('\\ud800')\n{DRAWN}"), sandbox, "official")
     assert (found.ecr, found.passed) == (True, False)
     assert found.y.encode()
 
@@ -424,9 +418,8 @@ def test_evil_objects_in_the_chart_do_not_leave_it(sandbox: Sandbox) -> None:
     line, = plt.plot([1], [1])
     line.get_ydata = lambda *_: [Evil(1)]
     """
-    code = f"{IMPORTS}{textwrap.dedent(body)}plt.show()"
-    found = score_chart(Chart(code, "LineChart", "[[2]]", None), sandbox, "fixed")
-    assert not found.passed
+    evil = chart(f"{textwrap.dedent(body)}plt.show()", "LineChart", "[[2]]")
+    assert not score_chart(evil, sandbox, "fixed").passed
 
 
 # What is left.
@@ -441,7 +434,7 @@ def test_many_charts_leave_nothing_behind() -> None:
 
 
 def test_charts_not_waited_for_leave_nothing_behind() -> None:
-    endless = Chart(f"{IMPORTS}while True: pass\nplt.show()", "BarChart", "[1]", None)
+    endless = chart("while True: pass\nplt.show()")
     scores = score_charts([GOOD, endless, endless], mode="fixed", workers=2)
     assert next(scores).passed
     began = time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,21 +11,13 @@ from batchkit.config.tables import ScoringTable
 from batchkit.scoring import Scored, Scoring
 from batchkit.scoring.extract import extracted
 from batchkit.scoring.overlap import overlap, pair
-from tests.support.paths import ROOT
+from tests.support.realhit import vectors
 
-VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"
 NAMES = {"F1": "f1", "EM": "em", "ROUGE-L": "rouge-l", "SacreBLEU": "sacrebleu"}
 
 
 def percent(name: str, prediction: str, reference: str, mode: str = "official") -> float:
     return overlap(name, pair(prediction, reference, mode), mode) * 100
-
-
-def vectors(*keys: str) -> list[Any]:
-    if not VECTORS.exists():
-        return [pytest.param(None, marks=pytest.mark.skip(f"{VECTORS} is not on this machine"))]
-    found = json.loads(VECTORS.read_text())
-    return [vector for key in keys for vector in found[key]]
 
 
 @pytest.mark.parametrize("vector", vectors("qa", "real_rows"))
@@ -35,9 +26,8 @@ def test_scores_equal_the_official_ones_to_the_digit(vector: dict[str, Any]) -> 
     if "norm_prediction" in vector:
         assert texts == (vector["norm_prediction"], vector["norm_reference"])
     for called, name in NAMES.items():
-        assert percent(name, vector["prediction"], vector["reference"]) == pytest.approx(
-            vector["metrics"][called], abs=1e-9
-        )
+        found = percent(name, vector["prediction"], vector["reference"])
+        assert found == pytest.approx(vector["metrics"][called], abs=1e-9)
 
 
 @pytest.mark.parametrize(
