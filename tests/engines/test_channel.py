@@ -52,12 +52,10 @@ class OwnError(PromptTooLongError):
 IMAGE = Image.frombytes("RGB", (131, 67), np.random.default_rng(1).bytes(131 * 67 * 3))
 PARTS = [{"type": "text", "text": "what?"}, {"type": "image_pil", "image_pil": IMAGE}]
 CALLS = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+TALK = [{"role": "user", "content": PARTS}, {"role": "assistant", "tool_calls": CALLS}]
 WHOLE = Request(
     Row(2**31, "", {}),
-    [
-        {"role": "user", "content": PARTS},
-        {"role": "assistant", "content": None, "tool_calls": CALLS},
-    ],
+    TALK,
     "tea ☕",
     {"temperature": 0.5, "stop": ["a"], "seed": 2**63, "extra_args": {"deep": [None, True]}},
     "0123456789abcdef",
@@ -81,9 +79,8 @@ ANSWERED = Completion(
     prompt="<user>tea",
 )
 POOLED = Completion(NOBODY, [], pooled=Pooled(b"\0\1", [0.5, 0.5], "tea", [0.25]))
-LOAD = EngineLoad(
-    3, 2, 0.5, 1, 2**40, events=["a"], served={"id": {"deep": 1}}, unfinished_tokens=7
-)
+SERVED = {"id": {"deep": 1}}
+LOAD = EngineLoad(3, 2, 0.5, 1, 2**40, events=["a"], served=SERVED, unfinished_tokens=7)
 FAULT = Fault("stall", "x", "y", is_unexplained_kill=True)
 
 
@@ -209,22 +206,21 @@ def test_values_of_other_classes_arrive_as_plain_ones(pair: Pair) -> None:
     assert pair.content(sent) == ["tea", 0.5, {"a": 1}, [1, 2]]
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (object(), "type object"),
-        (np.int64(3), "type int64"),
-        (2**64, "serialize ints"),
-        ("a\udcffb", "surrogates not allowed"),
-        (Locked(), "it holds a lock"),
-    ],
-    ids=["object", "NumPy", "2**64", "surrogate", "locked"],
-)
+UNSENDABLE: dict[str, Any] = {
+    "type object": object(),
+    "type int64": np.int64(3),
+    "serialize ints": 2**64,
+    "surrogates not allowed": "a\udcffb",
+    "it holds a lock": Locked(),
+}
+
+
+@pytest.mark.parametrize("words", UNSENDABLE)
 def test_what_can_not_be_sent_is_refused_and_the_next_message_arrives(
-    pair: Pair, value: Any, words: str
+    pair: Pair, words: str
 ) -> None:
     with pytest.raises(Unsendable, match=words):
-        pair.content([Image.new("RGB", (8, 8)), value])
+        pair.content([Image.new("RGB", (8, 8)), UNSENDABLE[words]])
     assert pair.content(["tea"]) == ["tea"]
 
 

@@ -8,6 +8,7 @@ import pytest
 from batchkit.engines.entities import entities_in, tags_of
 
 TEXT = "ada king met bob"
+THREE = [("PER", "ada king"), ("PER", "met"), ("PER", "bob")]
 PLACES = [(0, 3), (4, 8), (9, 12), (13, 16)]
 
 
@@ -31,14 +32,8 @@ def found(labels: list[str], others: tuple[str, ...] = ()) -> list[tuple[str, st
         (["B-PER", "B-PER", "I-PER", "O"], [("PER", "ada"), ("PER", "king met")]),
         (["I-PER", "I-PER", "I-LOC", "O"], [("PER", "ada king"), ("LOC", "met")]),
         (["B-PER", "I-LOC", "I-LOC", "O"], [("PER", "ada"), ("LOC", "king met")]),
-        (
-            ["B-PER", "L-PER", "I-PER", "U-PER"],
-            [("PER", "ada king"), ("PER", "met"), ("PER", "bob")],
-        ),
-        (
-            ["B-PER", "E-PER", "S-PER", "S-PER"],
-            [("PER", "ada king"), ("PER", "met"), ("PER", "bob")],
-        ),
+        (["B-PER", "L-PER", "I-PER", "U-PER"], THREE),
+        (["B-PER", "E-PER", "S-PER", "S-PER"], THREE),
         (["B-PER", "M-PER", "E-PER", "O"], [("PER", "ada king met")]),
         (["PER", "PER", "O", "LOC"], [("PER", "ada king"), ("LOC", "bob")]),
         (["E-MAIL", "E-MAIL", "O", "B-PER"], [("E-MAIL", "ada king"), ("PER", "bob")]),

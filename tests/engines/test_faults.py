@@ -143,9 +143,8 @@ def test_a_process_that_says_nothing_is_judged_by_its_exit_code(
 
 
 def test_a_fault_is_one_line_and_not_a_long_one() -> None:
-    fault = fault_of(
-        RuntimeError("CUDA error:\n  device-side assert\n\ttriggered " + "at x " * 10**5)
-    )
+    words = "CUDA error:\n  device-side assert\n\ttriggered " + "at x " * 10**5
+    fault = fault_of(RuntimeError(words))
     assert str(fault).startswith("RuntimeError: CUDA error: device-side assert triggered at x at x")
     assert "\n" not in str(fault)
     assert len(fault.message) == 1000

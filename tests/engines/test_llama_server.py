@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from batchkit.storage.vectors import Vectors
-from tests.support.command_line import batchkit
-from tests.support.dry_runs import LOG, RUN
+from tests.support.command_line import Ended, batchkit
+from tests.support.dry_runs import LOG, RUN, manifest
 from tests.support.jobs import with_tables
 from tests.support.llama_cpp import NONE_FOUND, kill_servers, llama_server, write_gguf
 from tests.support.own_process import begin
@@ -56,19 +56,20 @@ def write(model: Path, rows: list[Any], **tables: Any) -> None:
     write_job("", rows, **with_tables(made, tables))
 
 
+def run(*settings: str, exit_code: int = 0) -> Ended:
+    ended = batchkit("run", "job.toml", *(word for one in settings for word in ("--set", one)))
+    assert ended.exit_code == exit_code, ended.stderr
+    return ended
+
+
 def prompts(n: int) -> list[str]:
     return [f"tell me about number {k}" + " and tea" * (k % 13) for k in range(n)]
 
 
 def test_eight_slots_answer_as_one_slot_does(model: Path) -> None:
     write(model, prompts(64))
-    alone = batchkit(
-        "run", "job.toml", "--set", "name=alone", "--set", "engine.options.max_num_seqs=1"
-    )
-    assert alone.exit_code == 0, alone.stderr
-    ran = batchkit("run", "job.toml")
-    assert ran.exit_code == 0, ran.stderr
-    assert ran.json["ok"] == 64
+    run("name=alone", "engine.options.max_num_seqs=1")
+    assert run().json["ok"] == 64
     found, expected = records(), records(RUN.with_name("alone"))
     assert [r["index"] for r in found] == list(range(64))
     assert [r["text"] for r in found] == [r["text"] for r in expected]
@@ -76,23 +77,21 @@ def test_eight_slots_answer_as_one_slot_does(model: Path) -> None:
     for tokens in ("prompt_tokens", "completion_tokens"):
         assert [r["usage"][tokens] for r in found] == [r["usage"][tokens] for r in expected]
     assert len({r["text"] for r in found}) > 48
-    manifest = json.loads((RUN / "manifest.json").read_text())
     command = f"llama-server -m {model} -c 4096 -np 8 --threads 1 --port {{port}}"
-    assert manifest["starts"][0]["engine"] == {"server": command, "owned_by": "llamacpp"}
+    assert manifest()["starts"][0]["engine"] == {"server": command, "owned_by": "llamacpp"}
     assert "n_slots = 8" in (RUN / "engine.log").read_text()
 
 
 def test_lengths_reasons_and_usage_are_the_servers(model: Path) -> None:
     write(model, prompts(10))
-    assert batchkit("run", "job.toml").exit_code == 0
+    run()
     found = records()
     assert {r["finish_reason"] for r in found} == {"length"}
     assert {r["usage"]["completion_tokens"] for r in found} == {24}
     short, long = found[1]["usage"], found[9]["usage"]
     assert long["prompt_tokens"] > short["prompt_tokens"] > 10
     word = found[0]["text"].split()[3]
-    stopped = batchkit("run", "job.toml", "--set", "name=b", "--set", f'sampling.stop=["{word}"]')
-    assert stopped.exit_code == 0, stopped.stderr
+    run("name=b", f'sampling.stop=["{word}"]')
     first = records(RUN.with_name("b"))[0]
     assert first["finish_reason"] == "stop"
     assert found[0]["text"].startswith(first["text"])
@@ -101,32 +100,23 @@ def test_lengths_reasons_and_usage_are_the_servers(model: Path) -> None:
 
 def test_a_prompt_that_is_too_long_says_how_long_it_is_or_is_cut(model: Path) -> None:
     write(model, ["tell me", "tea " * 900, "about tea"])
-    ran = batchkit("run", "job.toml")
-    assert ran.exit_code == 3, ran.stderr
+    run(exit_code=3)
     ok, failed, also = records()
     assert (ok["status"], also["status"]) == ("ok", "ok")
     assert failed["error"]["kind"] == "prompt_too_long"
     assert re.search(r"\(9\d\d tokens\).*\(512 tokens\)", failed["error"]["message"])
-    cut = batchkit(
-        "run", "job.toml", "--set", "name=b", "--set", "retry.on_too_long=truncate-middle"
-    )
-    assert cut.exit_code == 0, cut.stderr
+    run("name=b", "retry.on_too_long=truncate-middle")
     record = records(RUN.with_name("b"))[1]
     assert record["truncated_tokens"] > 300
     assert 400 < record["usage"]["prompt_tokens"] < 512
 
 
 def test_an_answer_has_the_shape_that_was_asked_for(model: Path) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"good": {"type": "boolean"}},
-        "required": ["good"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"good": {"type": "boolean"}}, "required": ["good"]}
+    schema["additionalProperties"] = False
     sampling = {"structured_outputs": {"json": schema}, "max_tokens": 64}
     write(model, prompts(8), sampling=sampling)
-    ran = batchkit("run", "job.toml")
-    assert ran.exit_code == 0, ran.stderr
+    run()
     answers = [json.loads(r["text"]) for r in records()]
     assert all(answer in ({"good": True}, {"good": False}) for answer in answers)
 
@@ -140,14 +130,12 @@ def test_a_context_that_does_not_fit_is_tried_smaller(tmp_path: Path, model: Pat
     wrapped.chmod(0o755)
     room = {"max_model_len": 2**19, "max_num_seqs": 8}  # 128 MiB for each
     write(model, prompts(3), engine={"options": room})
-    ran = batchkit("run", "job.toml")
-    assert ran.exit_code == 0, ran.stderr
+    ran = run()
     assert "out of memory at load" in ran.stderr
     assert "failed to allocate buffer" in ran.stderr
     assert "next try with max_num_seqs = 4" in ran.stderr
     assert len(records()) == 3
-    manifest = json.loads((RUN / "manifest.json").read_text())
-    assert manifest["engine_reductions"][0] == {"max_num_seqs": 4}
+    assert manifest()["engine_reductions"][0] == {"max_num_seqs": 4}
 
 
 # --- vectors and scores
@@ -166,8 +154,7 @@ def test_each_row_has_its_vector_once_though_the_server_is_killed(model: Path) -
     _, err = process.communicate(timeout=120)
     assert process.returncode == 3, err
     assert killed
-    undisturbed = batchkit("run", "job.toml", "--set", "name=b")
-    assert undisturbed.exit_code == 3, undisturbed.stderr
+    run("name=b", exit_code=3)
     found, expected = records(), records(RUN.with_name("b"))
     assert [record["index"] for record in found] == list(range(300))
     for read in (found, expected):
@@ -188,12 +175,10 @@ def test_a_gguf_file_ranks_documents_with_the_command_that_batchkit_makes(model:
     rows = [{"q": "tea", "d": one} for one in documents]
     pair = {"query": "{{ q }}", "documents": "{{ d }}"}
     write(model, rows, task="score", pair=pair)
-    ran = batchkit("run", "job.toml")
-    assert ran.exit_code == 3, ran.stderr
+    run(exit_code=3)
     several, one, long = records()
     assert len(several["score"]) == 3
     assert several["order"] == sorted(range(3), key=lambda n: -several["score"][n])
     assert one["score"] == pytest.approx(several["score"][1], abs=1e-3)
     assert long["error"]["kind"] == "prompt_too_long"
-    manifest = json.loads((RUN / "manifest.json").read_text())
-    assert "--reranking -b 512 -ub 512" in manifest["starts"][0]["engine"]["server"]
+    assert "--reranking -b 512 -ub 512" in manifest()["starts"][0]["engine"]["server"]

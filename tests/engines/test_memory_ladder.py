@@ -19,15 +19,11 @@ from batchkit.engines.memory_ladder import (
 )
 
 FULL = Fault("oom", "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB.")
-OVER_CLAIM = Fault(
-    "oom",
-    "ValueError",
-    "Free memory on device cuda:0 (3.2/79.2 GiB) on startup is less than desired GPU memory"
-    " utilization (0.9, 71.3 GiB). Decrease GPU memory utilization",
-)
+ON_DEVICE = "Free memory on device cuda:0 (3.2/79.2 GiB) on startup is less than desired GPU memory"
+OVER_CLAIM = Fault("oom", "ValueError", f"{ON_DEVICE} utilization (0.9, 71.3 GiB). Decrease GPU m")
 WITHOUT_CACHE = Fault("oom", "ValueError", "No available memory for the cache blocks. Try")
 
-CLAIMS = ("gpu_memory_utilization", "kv_cache_memory_bytes")
+CLAIMS = SHARE, CACHE = "gpu_memory_utilization", "kv_cache_memory_bytes"
 
 
 def all_the_way_down(limits: Mapping[str, Any], fault: Fault) -> list[dict[str, Any]]:
@@ -45,51 +41,45 @@ def shares(lowest: float) -> list[dict[str, Any]]:
 SEQS = {"max_num_seqs": 8, "max_num_batched_tokens": 3000}
 
 
+def steps(**values: list[Any]) -> list[dict[str, Any]]:
+    return [{name: value} for name, its in values.items() for value in its]
+
+
 @pytest.mark.parametrize(
     ("limits", "fault", "reductions"),
     [
         (  # requests at once, then tokens, then the share of the GPU
-            {"max_num_seqs": 9, "max_num_batched_tokens": 3000, "gpu_memory_utilization": 0.75},
+            {"max_num_seqs": 9, "max_num_batched_tokens": 3000, SHARE: 0.75},
             FULL,
-            [
-                *({"max_num_seqs": 4}, {"max_num_seqs": 2}, {"max_num_seqs": 1}),
-                *({"max_num_batched_tokens": 1500}, {"max_num_batched_tokens": 750}),
-                {"max_num_batched_tokens": LEAST_BATCHED_TOKENS},
-                *({"gpu_memory_utilization": 0.65}, {"gpu_memory_utilization": 0.55}),
-            ],
+            steps(
+                max_num_seqs=[4, 2, 1],
+                max_num_batched_tokens=[1500, 750, LEAST_BATCHED_TOKENS],
+                gpu_memory_utilization=[0.65, 0.55],
+            ),
         ),
         (  # a fixed KV cache in place of the share
-            {"max_num_seqs": 2, "kv_cache_memory_bytes": 4 * LEAST_CACHE_BYTES + 1},
+            {"max_num_seqs": 2, CACHE: 4 * LEAST_CACHE_BYTES + 1},
             FULL,
-            [
-                {"max_num_seqs": 1},
-                {"kv_cache_memory_bytes": 2 * LEAST_CACHE_BYTES},
-                {"kv_cache_memory_bytes": LEAST_CACHE_BYTES},
-            ],
+            steps(
+                max_num_seqs=[1], kv_cache_memory_bytes=[2 * LEAST_CACHE_BYTES, LEAST_CACHE_BYTES]
+            ),
         ),
-        (  # more asked for than is free: the claim alone, and lower than where the batch is too large
-            {**SEQS, "gpu_memory_utilization": 0.45},
-            OVER_CLAIM,
-            [{"gpu_memory_utilization": share} for share in (0.35, 0.25, 0.15)],
-        ),
-        (
-            {**SEQS, "kv_cache_memory_bytes": 2 * LEAST_CACHE_BYTES},
-            OVER_CLAIM,
-            [{"kv_cache_memory_bytes": LEAST_CACHE_BYTES}],
-        ),
+        # more asked for than is free: the claim alone, and lower than where the batch is too large
+        ({**SEQS, SHARE: 0.45}, OVER_CLAIM, steps(gpu_memory_utilization=[0.35, 0.25, 0.15])),
+        ({**SEQS, CACHE: 2 * LEAST_CACHE_BYTES}, OVER_CLAIM, [{CACHE: LEAST_CACHE_BYTES}]),
         (  # no room for a KV cache: less would not help
-            {"max_num_seqs": 2, "max_num_batched_tokens": 1000, "gpu_memory_utilization": 0.9},
+            {"max_num_seqs": 2, "max_num_batched_tokens": 1000, SHARE: 0.9},
             WITHOUT_CACHE,
-            [{"max_num_seqs": 1}, {"max_num_batched_tokens": LEAST_BATCHED_TOKENS}],
+            steps(max_num_seqs=[1], max_num_batched_tokens=[LEAST_BATCHED_TOKENS]),
         ),
         *(  # each claim has its own least
-            ({"max_num_seqs": 1, "gpu_memory_utilization": 0.3 + lowest}, fault, shares(lowest))
+            ({"max_num_seqs": 1, SHARE: 0.3 + lowest}, fault, shares(lowest))
             for fault, lowest in ((FULL, LEAST_SHARE), (OVER_CLAIM, LEAST_SHARE_FREE))
         ),
         *(
             (limits, fault, [])
             for fault in (FULL, OVER_CLAIM, WITHOUT_CACHE)
-            for limits in ({}, {"max_num_seqs": 1, "kv_cache_memory_bytes": 1})
+            for limits in ({}, {"max_num_seqs": 1, CACHE: 1})
         ),
     ],
 )
@@ -120,25 +110,17 @@ def test_after_the_claim_the_way_down_goes_on_as_the_next_fault_asks() -> None:
     ladder, limits = Ladder(), {"max_num_seqs": 8, "gpu_memory_utilization": 0.9}
     for fault in (OVER_CLAIM, FULL, WITHOUT_CACHE, OVER_CLAIM):
         ladder.reduce({**limits, **ladder.overrides}, fault)
-    assert ladder.reductions == [
-        {"gpu_memory_utilization": 0.8},
-        {"max_num_seqs": 4},
-        {"max_num_seqs": 2},
-        {"gpu_memory_utilization": 0.7},
-    ]
+    batch = steps(max_num_seqs=[4, 2])
+    assert ladder.reductions == [{SHARE: 0.8}, *batch, {SHARE: 0.7}]
 
 
-LIMITS = st.builds(
-    lambda batch, claim: {**batch, **claim},
-    st.fixed_dictionaries(
-        {"max_num_seqs": st.integers(1, 1024)},
-        optional={"max_num_batched_tokens": st.integers(1, 65536)},
-    ),
-    st.one_of(
-        st.fixed_dictionaries({"gpu_memory_utilization": st.floats(0.05, 1.0)}),
-        st.fixed_dictionaries({"kv_cache_memory_bytes": st.integers(1, 2**40)}),
-    ),
+BATCHES = st.fixed_dictionaries(
+    {"max_num_seqs": st.integers(1, 1024)},
+    optional={"max_num_batched_tokens": st.integers(1, 65536)},
 )
+CLAIMED = st.fixed_dictionaries({SHARE: st.floats(0.05, 1.0)})
+CLAIMED |= st.fixed_dictionaries({CACHE: st.integers(1, 2**40)})
+LIMITS = st.builds(lambda batch, claim: {**batch, **claim}, BATCHES, CLAIMED)
 FAULTS = st.sampled_from([FULL, OVER_CLAIM, WITHOUT_CACHE])
 
 

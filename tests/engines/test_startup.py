@@ -89,18 +89,12 @@ def test_a_broken_model_is_named_in_one_paragraph(
     [
         ("You are trying to access a gated repo.", "HF_TOKEN"),
         ("We couldn't connect to the hub", "give its folder"),
-        (
-            "files in the disk cache and outgoing traffic has been disabled",
-            "HF_HUB_OFFLINE forbids",
-        ),
+        ("files in the disk cache and outgoing traffic has been disabled", "HF_HUB_OFFLINE for"),
         ("operator torchvision::nms does not exist", "batchkit doctor"),
         ("The NVIDIA driver on your system is too old", "batchkit doctor"),
         ("Free memory on device is less than desired GPU memory utilization", "free it"),
         ("World size is larger than the number of available GPUs (1)", "tensor_parallel_size ×"),
-        (
-            "The quantization method awq is not supported for the current GPU.",
-            "in another quantization",
-        ),
+        ("The quantization method awq is not supported for the current GPU.", "in another quant"),
         ("awq quantization is currently not supported in cpu.", "in another quantization"),
         ("Not enough allowed NUMA nodes to bind threads of 2", "lower tensor_parallel_size"),
         ("Available memory on node 0 (1/2 GiB) is less than desired CPU", "Other programs use"),

@@ -32,15 +32,14 @@ pytestmark = pytest.mark.vllm
 @pytest.fixture(scope="module")
 def engine(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     options = {**SMALL, "max_logprobs": 5}
-    job = JobConfig(
-        engine={"model": str(demo_model), "options": options},
-        run={"row_timeout_s": 600.0},
-        output={"dir": str(tmp_path_factory.mktemp("output"))},
-    )
+    engine = {"model": str(demo_model), "options": options}
+    output = {"dir": str(tmp_path_factory.mktemp("output"))}
+    job = JobConfig(engine=engine, run={"row_timeout_s": 600.0}, output=output)
     with closing(open_engine(job)) as opened:
         yield opened
 
 
+FAILING = {"worker_cls": "tests.support.failing_worker.FailingWorker"}
 SCHEMA = {
     "type": "object",
     "properties": {"yes": {"type": "boolean"}},
@@ -87,12 +86,8 @@ def test_a_row_without_a_token_in_time_is_aborted(
     vllm_job: Callable[..., JobConfig], launcher: Launcher
 ) -> None:
     # A step takes 0.2 s and reads 32 tokens of the prompt: the long one needs 3 s to its first.
-    options = {
-        **SMALL,
-        "max_num_batched_tokens": 32,
-        "worker_cls": "tests.support.failing_worker.FailingWorker",
-        "additional_config": {"step_s": 0.2},
-    }
+    slow = {"max_num_batched_tokens": 32, "additional_config": {"step_s": 0.2}}
+    options = {**SMALL, **slow, **FAILING}
     job = vllm_job(run={"row_timeout_s": 1.0}, engine={"options": options})
     with closing(open_engine(job, launcher)) as opened:
         stuck, fine = ask(opened, plain(" tea" * 480, max_tokens=1), plain("milk", max_tokens=1))
@@ -106,8 +101,7 @@ def test_a_row_without_a_token_in_time_is_aborted(
 def own_core(vllm_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch) -> JobConfig:
     """vLLM's engine core in a process of its own, as on a GPU (with 1 the CPU's worker would have another one)."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "01")
-    worker = {"worker_cls": "tests.support.failing_worker.FailingWorker"}
-    return vllm_job(run={"row_timeout_s": 3}, engine={"options": {**SMALL, **worker}})
+    return vllm_job(run={"row_timeout_s": 3}, engine={"options": {**SMALL, **FAILING}})
 
 
 def test_a_core_in_its_own_process_answers_as_one_here_and_its_error_keeps_its_type(
@@ -193,9 +187,7 @@ def test_a_refused_prompt_does_not_take_along_others_with_its_image(engine: Engi
 
 def test_images_that_the_engine_lacks_are_known_by_either_error_of_vllm() -> None:
     prompt = {"mm_hashes": {"image": ["a", "b"]}}
-    oldest = AssertionError(
-        "Expected a cached item for mm_hash='a'"
-    )  # vLLM 0.26: of all we know of
+    oldest = AssertionError("Expected a cached item for mm_hash='a'")  # vLLM 0.26
     assert unknown_images(oldest, prompt) == ["a", "b"]
     newest = ValueError("missing")
     newest.mm_hashes = ["b"]  # type: ignore[attr-defined]

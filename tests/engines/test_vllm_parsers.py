@@ -48,9 +48,8 @@ def requests() -> list[Request]:
     """Each question without tools, with them, cut off, and twice at once."""
     found = []
     for n, question in enumerate(LESSONS):
-        plain = replace(
-            request(n, max_tokens=LONG), messages=[{"role": "user", "content": question}]
-        )
+        messages = [{"role": "user", "content": question}]
+        plain = replace(request(n, max_tokens=LONG), messages=messages)
         asked = replace(plain, tools=TOOLS, tool_choice="auto")
         short = {**plain.sampling, "max_tokens": SHORT}
         twice = {**plain.sampling, "temperature": 0.01, "n": 2, "seed": 1}
@@ -62,10 +61,8 @@ def requests() -> list[Request]:
             replace(asked, sampling=twice),
             replace(plain, chat_template_kwargs={"enable_thinking": False}),
         ]
-    return [
-        *found,
-        *(replace(one, parallel_tool_calls=False) for one in found if one.tool_choice == "auto"),
-    ]
+    chooses = [one for one in found if one.tool_choice == "auto"]
+    return [*found, *(replace(one, parallel_tool_calls=False) for one in chooses)]
 
 
 def with_grammar() -> list[Request]:

@@ -15,7 +15,7 @@ from batchkit.storage.log import RESULTS, STEPS
 from batchkit.storage.newest_lines import read_newest
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
-from tests.support.rows import read_jsonl
+from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.vllm_server import serving
 
 pytestmark = pytest.mark.vllm
@@ -67,10 +67,8 @@ def test_ten_minutes_are_heard_in_parts_each_digit_once_and_in_its_place(
     assert "coverage" not in record
     pairs = zip(record["segments"], row["times"], strict=True)
     assert all(_is_in_place(segment, times) for segment, times in pairs)
-    in_log = [
-        line for line in read_jsonl(place / "output/transcribe" / STEPS) if line["id"] == "41"
-    ]
-    assert len(in_log) == record["generations"]
+    lines = read_jsonl(place / "output/transcribe" / STEPS)
+    assert sum(line["id"] == "41" for line in lines) == record["generations"]
 
 
 def test_held_out_recordings_are_heard_right(place: Path, shipped: list[dict[str, Any]]) -> None:
@@ -111,12 +109,8 @@ def test_speech_that_a_model_leaves_out_is_asked_again_and_then_named(place: Pat
     again = [line for line in lines if line["step"] == "again"]
     assert 20 < len(again) < len(lines) / 2
     assert any("coverage" in record for record in records)
-    assert any(
-        line["index"] == record["index"]
-        for line in again
-        for record in records
-        if "coverage" not in record
-    )
+    whole = {record["index"] for record in records if "coverage" not in record}
+    assert whole & {line["index"] for line in again}
 
 
 def test_vllm_s_server_hears_the_same(
@@ -132,23 +126,16 @@ def test_vllm_s_server_hears_the_same(
     for ours, theirs in zip(shipped, served, strict=False):
         assert theirs["text"] == ours["text"]
         assert theirs["segments"] == [
-            {
-                **segment,
-                "start": pytest.approx(segment["start"], abs=0.03),
-                "end": pytest.approx(segment["end"], abs=0.03),
-            }
-            for segment in ours["segments"]
+            {**its, **{at: pytest.approx(its[at], abs=0.03) for at in ("start", "end")}}
+            for its in ours["segments"]
         ]
 
 
 def test_validate_opens_every_recording_and_counts_its_prompt(place: Path) -> None:
     (place / "digits/broken.wav").write_bytes(b"RIFF")
     row = {"id": 99, "recording": "broken.wav", "text": ""}
-    with (place / "digits/broken.jsonl").open("w") as file:
-        file.write("".join(json.dumps(its) + "\n" for its in (*_rows(place)[:2], row)))
-    done = batchkit(
-        "validate", JOB, "--set", "input.path=digits/broken.jsonl", "--json", cwd=place, start=Fork
-    )
-    found = json.loads(done.stdout)
+    write_jsonl(place / "digits/broken.jsonl", [*_rows(place)[:2], row])
+    args = "validate", JOB, "--set", "input.path=digits/broken.jsonl", "--json"
+    found = json.loads(batchkit(*args, cwd=place, start=Fork).stdout)
     assert (found["ok"], found["failed_by_kind"]) == (2, {"media": 1})
     assert found["prompt_tokens"]["max"] == 3

@@ -94,6 +94,10 @@ def chat_text(tokenizer: Any, row: dict[str, Any]) -> str:
     pad = " tea" * row["pad"]
     user = f"Read this: {row['text']}\n{pad}Answer {row['id']} in one word."
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
+    return as_text(tokenizer, messages)
+
+
+def as_text(tokenizer: Any, messages: list[Any]) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
@@ -157,13 +161,9 @@ def test_cut_prompt_is_refused_until_its_answer_fits(
     cut = Cut(1000, 9000, room)
     assert preflight.render(plain(LIMIT - 1, None)).prompt_tokens == LIMIT - 1
     assert preflight.render(plain(LIMIT - room, cut)).prompt_tokens == LIMIT - room
-    for request, tokens in [
-        (plain(LIMIT - room + 1, cut), LIMIT - room + 1),
-        (plain(LIMIT, None), LIMIT),
-        (plain(20_000, None), 20_000),
-    ]:
+    for tokens, its_cut in ((LIMIT - room + 1, cut), (LIMIT, None), (20_000, None)):
         with pytest.raises(PromptTooLongError, match=f"{tokens} tokens") as refused:
-            preflight.render(request)
+            preflight.render(plain(tokens, its_cut))
         assert refused.value.prompt_tokens == tokens
         assert refused.value.max_model_len == LIMIT
 
@@ -202,20 +202,15 @@ def test_rows_with_prompts_of_their_own_are_cut_and_keep_their_images(
     ]
     records = Run(job_of(demo_model, tmp_path, rows)).records
     assert all(record["status"] == "ok" for record in records.values())
-    whole = {
-        name: r["usage"]["prompt_tokens"] + r.get("truncated_tokens", 0)
-        for name, r in records.items()
-    }
-    messages = tokenizer.apply_chat_template(
-        chat(_tea(3000)), tokenize=False, add_generation_prompt=True
-    )
-    assert whole["chat"] == whole["body"] == count(tokenizer, messages)
+    sent = {name: r["usage"]["prompt_tokens"] for name, r in records.items()}
+    whole = {name: sent[name] + r.get("truncated_tokens", 0) for name, r in records.items()}
+    assert whole["chat"] == whole["body"] == count(tokenizer, as_text(tokenizer, chat(_tea(3000))))
     assert whole["plain"] == count(tokenizer, _tea(3000))
     # 2,000 words more, and the same picture, which no cut makes smaller.
     more = count(tokenizer, _tea(2100)) - count(tokenizer, _tea(100))
     assert whole["look"] == whole["look short"] + more
     assert "truncated_tokens" not in records["look short"]
-    fits = {name: LIMIT - r["usage"]["prompt_tokens"] for name, r in records.items()}
+    fits = {name: LIMIT - tokens for name, tokens in sent.items()}
     assert fits["chat"] >= MAX_TOKENS
     assert fits["look"] >= MAX_TOKENS
     assert fits["plain"] >= 100
