@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import re
 import threading
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +28,7 @@ from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import LOG
 from tests.support.images import BLUE, png
 from tests.support.rows import read_jsonl
+from tests.support.waiting import until
 from tests.support.web import Page, web_server
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
@@ -44,15 +45,16 @@ def rows(word: str, n: int = N) -> list[dict[str, Any]]:
 
 def encoded(rows: list[dict[str, Any]], suffix: str = ".jsonl") -> bytes:
     lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    if suffix == ".parquet":
+        buffer = io.BytesIO()
+        table = pa.Table.from_pylist(rows)
+        pq.write_table(table, buffer, row_group_size=100, compression="none")
+        return buffer.getvalue()
     if suffix == ".json":
         return json.dumps(rows).encode()
     if suffix == ".csv":
         return b"key,q\n" + "".join(f"{row['key']},{row['q']}\n" for row in rows).encode()
     return gzip.compress(lines, 1) if suffix == ".gz" else lines
-
-
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=100, compression="none")
 
 
 def write_job(path: str = "in.jsonl", latency_s: float = 0.01, **keys: Any) -> None:
@@ -64,25 +66,22 @@ def write_job(path: str = "in.jsonl", latency_s: float = 0.01, **keys: Any) -> N
     )
 
 
-def run(*args: str, meanwhile: Callable[[], None] | None = None) -> Ended:
+def run(*args: str, meanwhile: Callable[[], object] = lambda: None) -> Ended:
     """Run the job; ``meanwhile`` is done once the first rows are answered."""
     before = LOG.stat().st_size if LOG.exists() else 0
+    has_ended = threading.Event()
 
     def change() -> None:
-        give_up_at = time.monotonic() + 20
         while not (LOG.exists() and LOG.stat().st_size > before):
-            if time.monotonic() > give_up_at:
+            if has_ended.wait(0.002):
                 return
-            time.sleep(0.002)
-        if meanwhile is not None:
-            meanwhile()
+        meanwhile()
 
     thread = threading.Thread(target=change)
-    if meanwhile is not None:
-        thread.start()
+    thread.start()
     ended = batchkit("run", "job.toml", *args)
-    if meanwhile is not None:
-        thread.join()
+    has_ended.set()
+    thread.join()
     return ended
 
 
@@ -100,22 +99,17 @@ def overwrite(path: Path, content: bytes, offset: int = 0) -> None:
         file.write(content)
 
 
-def touch(path: Path) -> None:
-    os.utime(path)
-
-
 def append(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(encoded(rows("more", 50)))
+    overwrite(path, encoded(rows("more", 50)), path.stat().st_size)
 
 
-CHANGES: dict[str, Callable[[Path], None]] = {
+CHANGES: dict[str, Callable[[Path], object]] = {
     "shrunk": lambda path: os.truncate(path, len(encoded(rows("old")[:1000]))),
     "cut inside a line": lambda path: os.truncate(path, len(encoded(rows("old")[:1000])) - 700),
     "rewritten": lambda path: overwrite(path, encoded(rows("new"))),
     "rewritten, longer": lambda path: overwrite(path, encoded(rows("longer"))),
     "appended to": append,
-    "touched": touch,
+    "touched": os.utime,
     "replaced": lambda path: path.with_name("x").rename(path),
     "deleted": lambda path: path.unlink(),
 }
@@ -176,16 +170,7 @@ def halve(path: Path) -> None:
 
 
 def rewrite(path: Path) -> None:
-    new = path.with_name("new")
-    write(new, path.suffix, "new")
-    overwrite(path, new.read_bytes())
-
-
-def write(path: Path, suffix: str, word: str) -> None:
-    if suffix == ".parquet":
-        write_parquet(path, rows(word))
-    else:
-        path.write_bytes(encoded(rows(word), suffix))
+    overwrite(path, encoded(rows("new"), path.suffix))
 
 
 SOME = {"key": [f"k{i}" for i in range(N)]}
@@ -203,7 +188,7 @@ def test_change_is_noticed_in_any_format_and_whichever_rows_are_read(
     name: str, change: Callable[[Path], None], keys: dict[str, Any], how: str
 ) -> None:
     path = Path(name)
-    write(path, path.suffix, "old")
+    path.write_bytes(encoded(rows("old"), path.suffix))
     write_job(name, **keys)
     ended = run(meanwhile=lambda: change(path))
     assert ended.exit_code == 1
@@ -222,7 +207,7 @@ def test_changed_second_file_is_named_and_the_first_is_not() -> None:
     for name in ("part-0.jsonl", "part-1.jsonl"):
         Path(name).write_bytes(encoded(rows(name)))
     write_job("part-*.jsonl")
-    ended = run(meanwhile=lambda: touch(Path("part-1.jsonl")))
+    ended = run(meanwhile=lambda: os.utime("part-1.jsonl"))
     assert ended.exit_code == 1
     assert "part-1.jsonl: changed while the run read it" in ended.stderr
     assert "part-0.jsonl" not in ended.stderr
@@ -287,13 +272,8 @@ def test_change_before_a_stop_for_another_reason_is_noticed_by_the_next_start() 
     path, old = Path("in.jsonl"), encoded(rows("old"))
     path.write_bytes(old)
     write_job()
-    settings = ["--set", "run.fail_on_error=0"]
-
-    def meanwhile() -> None:
-        overwrite(path, b"{" * 2000, 1_500_000)
-
-    ended = run(*settings, meanwhile=meanwhile)
-    assert ended.exit_code == 1
+    change = lambda: overwrite(path, b"{" * 2000, 1_500_000)  # noqa: E731
+    assert run("--set", "run.fail_on_error=0", meanwhile=change).exit_code == 1
     path.write_bytes(old)
     assert run().exit_code == 2
     assert run(REQUEUE).exit_code == 0
@@ -309,7 +289,7 @@ def test_changed_file_of_all_prompts_stops_the_run(n: int) -> None:
     write_job(latency_s=0.05)
     job = Path("job.toml").read_text().replace('"{{ q }}"', '"{{ guide }} {{ q }}"')
     Path("job.toml").write_text(job.replace("[prompt]", '[prompt]\ntexts = {guide = "guide.txt"}'))
-    found = run(meanwhile=lambda: guide.write_text("two") and None)
+    found = run(meanwhile=lambda: guide.write_text("two"))
     assert found.exit_code == 1
     assert "prompt.texts.guide: changed while the run read it" in found.stderr
     guide.write_text("one")
@@ -330,9 +310,8 @@ def test_retry_of_an_input_that_changes_stops() -> None:
     size = LOG.stat().st_size
 
     def meanwhile() -> None:
-        while LOG.stat().st_size == size:
-            time.sleep(0.001)
-        touch(path)
+        until(lambda: LOG.stat().st_size != size)
+        os.utime(path)
 
     thread = threading.Thread(target=meanwhile)
     thread.start()
@@ -414,11 +393,9 @@ def test_file_at_a_url_that_ends_before_its_length_stops_the_run() -> None:
     with web_server(Short) as url:
         write_job(f"{url}/in.jsonl")
         ended = run()
+    place = f"at byte {len(content) // 2:,} of {len(content):,}"
     assert ended.exit_code == 1
-    assert (
-        f"can't be read: the file ended at byte {len(content) // 2:,} of {len(content):,}"
-        in ended.stderr
-    )
+    assert f"can't be read: the file ended {place}" in ended.stderr
 
 
 @pytest.mark.parametrize("has_length", [True, False])

@@ -89,20 +89,18 @@ def test_values_of_a_dictionary_are_as_they_were(tmp_path: Path) -> None:
         }
         for n in range(3000)
     ]
-    schema = pa.schema(
-        {
-            "text": pa.string(),
-            "bytes": pa.binary(),
-            "list": pa.list_(pa.string()),
-            "struct": pa.struct(
-                [("s", pa.string()), ("l", pa.list_(pa.struct([("k", pa.binary())])))]
-            ),
-            "map": pa.map_(pa.string(), pa.string()),
-            "n": pa.int64(),
-            "category": pa.dictionary(pa.int32(), pa.string()),
-        }
-    )
-    pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "x.parquet", row_group_size=1700)
+    inner = pa.list_(pa.struct([("k", pa.binary())]))
+    types = {
+        "text": pa.string(),
+        "bytes": pa.binary(),
+        "list": pa.list_(pa.string()),
+        "struct": pa.struct([("s", pa.string()), ("l", inner)]),
+        "map": pa.map_(pa.string(), pa.string()),
+        "n": pa.int64(),
+        "category": pa.dictionary(pa.int32(), pa.string()),
+    }
+    found = pa.Table.from_pylist(rows, pa.schema(types))
+    pq.write_table(found, tmp_path / "x.parquet", row_group_size=1700)
     table = InputTable(path=str(tmp_path / "x.parquet"))
     assert [row.fields for row in read_rows(table)] == rows
     assert count_rows(table) == 3000

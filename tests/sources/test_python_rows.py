@@ -25,14 +25,12 @@ from tests.support.dry_runs import job
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
-FRAME = pd.DataFrame(
-    {"key": ["a", "b", "c"], "q": ["one", None, "three"], "n": [1.0, float("nan"), 3.0]}
-)
 FIELDS = [
     {"key": "a", "q": "one", "n": 1.0},
     {"key": "b", "q": None, "n": None},
     {"key": "c", "q": "three", "n": 3.0},
 ]
+FRAME = pd.DataFrame(FIELDS)
 
 
 def process(rows: Any, **tables: dict[str, Any]) -> RunSummary:
@@ -171,16 +169,15 @@ def test_streamed_dataset_gives_values_of_python_whatever_its_format() -> None:
 
 
 def test_every_kind_of_missing_value_of_a_table_is_none() -> None:
-    frame = pd.DataFrame(
-        {
-            "time": [pd.NaT, pd.NaT],
-            "count": pd.array([None, 5], dtype="Int64"),
-            "flag": pd.array([None, True], dtype="boolean"),
-            "kind": pd.Categorical([None, "x"]),
-            "list": [[1, 2], None],
-        }
-    )
-    keep = {"keep": list(frame.columns)}
+    columns = {
+        "time": [pd.NaT, pd.NaT],
+        "count": pd.array([None, 5], dtype="Int64"),
+        "flag": pd.array([None, True], dtype="boolean"),
+        "kind": pd.Categorical([None, "x"]),
+        "list": [[1, 2], None],
+    }
+    keep = {"keep": [*columns]}
+    frame = pd.DataFrame(columns)
     first, second = kept(process(frame, prompt={"user": "{{ list }}"}, output=keep))
     assert first == {"time": None, "count": None, "flag": None, "kind": None, "list": [1, 2]}
     assert second == {"time": None, "count": 5, "flag": True, "kind": "x", "list": None}
@@ -278,12 +275,10 @@ def test_one_bad_row_among_good_ones_fails_alone() -> None:
     chat = [{"role": "user", "content": "hi"}]
     summary = process(["a", 7, b"x", chat, ["no", "messages"], {"prompt": "b"}])
     assert (summary.ok, summary.failed) == (3, 3)
-    messages = [record["error"]["message"] for record in summary.records() if record["error"]]
-    assert messages == [
-        "row 1 is int; give a prompt, chat messages, or a dict",
-        "row 2 is bytes; give a prompt, chat messages, or a dict",
-        "row 4 is list of str; give a prompt, chat messages, or a dict",
-    ]
+    found = {r["index"]: r["error"]["message"] for r in summary.records() if r["error"]}
+    kinds = {1: "int", 2: "bytes", 4: "list of str"}
+    give = "give a prompt, chat messages, or a dict"
+    assert found == {n: f"row {n} is {kind}; {give}" for n, kind in kinds.items()}
 
 
 def test_row_nested_too_deeply_or_in_itself_fails_alone() -> None:
@@ -331,14 +326,10 @@ def chat(*keys: str) -> list[Any]:
     return [[dict.fromkeys(keys, "user")]]
 
 
-@pytest.mark.parametrize(
-    ("rows", "others"),
-    [
-        ([{"q": math.nan}], [{"q": None}]),
-        (chat("role", "content"), chat("content", "role")),
-    ],
-    ids=["NaN", "order of keys"],
-)
+ORDERS = chat("role", "content"), chat("content", "role")
+
+
+@pytest.mark.parametrize(("rows", "others"), [([{"q": math.nan}], [{"q": None}]), ORDERS])
 def test_rows_that_json_takes_for_equal_are_others(rows: list[Any], others: list[Any]) -> None:
     tables = {"prompt": {"user": "{{ q }}"}} if isinstance(rows[0], dict) else {}
     assert process(rows, **tables).ok == 1
@@ -354,6 +345,9 @@ class Unprintable:
     __repr__ = __str__
 
 
+OWN = {"sampling": {"sampling_column": "own"}}
+
+
 def with_image(image: Any) -> list[dict[str, Any]]:
     parts = [{"type": "image", "image": image}, {"type": "text", "text": "what is it?"}]
     return [{"role": "user", "content": parts}]
@@ -366,11 +360,7 @@ def with_image(image: Any) -> list[dict[str, Any]]:
         ({"q": "a"}, {"q": Unprintable()}, {"prompt": {"user": "{{ q }}"}}),
         ({"prompt": "a"}, {"prompt": Unprintable()}, {}),
         ({"prompt": "a", "id": 1}, {"prompt": "b", "id": Unprintable()}, {"input": {"id": "id"}}),
-        (
-            {"prompt": "a", "own": {}},
-            {"prompt": "b", "own": np.zeros(2)},
-            {"sampling": {"sampling_column": "own"}},
-        ),
+        ({"prompt": "a", "own": {}}, {"prompt": "b", "own": np.zeros(2)}, OWN),
         (with_image(Image.new("RGB", (4, 4))), with_image(np.zeros((4, 4, 3))), {}),
     ],
     ids=["field", "prompt", "id", "sampling", "image"],

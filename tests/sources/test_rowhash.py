@@ -48,16 +48,10 @@ def test_any_row_has_a_fingerprint(value: Any) -> None:
     assert found != input_hash({"x": "something else"})
 
 
+SHORT = st.text(max_size=3)
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=4)
-    | st.binary(max_size=4),
-    lambda part: (
-        st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3)
-    ),
+    st.none() | st.booleans() | st.integers() | st.floats() | SHORT | st.binary(max_size=4),
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(SHORT, part, max_size=3),
     max_leaves=6,
 )
 
