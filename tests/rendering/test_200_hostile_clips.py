@@ -19,14 +19,11 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 import pytest
-import tomlkit
 
-from batchkit.storage.log import RESULTS
-from batchkit.storage.newest_lines import read_newest
 from tests.support import clips
 from tests.support.images import PNG
+from tests.support.model_runs import newest, write_job
 from tests.support.own_process import begin
-from tests.support.rows import write_jsonl
 
 pytestmark = pytest.mark.slow
 
@@ -51,15 +48,14 @@ def test_200_hostile_clips_fail_alone_in_bounded_time_and_memory(tmp_path: Path)
         (tmp_path / f"clips/{n}").write_bytes(clip.data)
         part = {"type": f"{clip.kind}_url", f"{clip.kind}_url": {"url": f"{n}"}}
         rows.append({"id": clip.name, "messages": [{"role": "user", "content": [part]}]})
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    job = {
-        "name": "run",
-        "input": {"path": "rows.jsonl", "id": "id"},
-        "media": {"root": "clips", "max_decode_bytes": 2**24},
-        "engine": {"kind": "dry-run"},
-        "run": {"check_rows": 0},
-    }
-    (tmp_path / "job.toml").write_text(tomlkit.dumps(job), encoding="utf-8")
+    write_job(
+        tmp_path,
+        rows,
+        input={"path": "rows.jsonl", "id": "id"},
+        media={"root": "clips", "max_decode_bytes": 2**24},
+        engine={"kind": "dry-run"},
+        run={"check_rows": 0},
+    )
 
     began, most, seen = time.monotonic(), [0], set[int]()
     with begin("run", "job.toml", cwd=tmp_path) as process:
@@ -70,12 +66,10 @@ def test_200_hostile_clips_fail_alone_in_bounded_time_and_memory(tmp_path: Path)
     took_s = time.monotonic() - began
 
     assert process.returncode == 3, stderr[-2000:]
-    records = [*read_newest(tmp_path / "output/run" / RESULTS)]
+    records = newest(tmp_path)
     failed = {its["id"]: its["error"] for its in records if its["status"] == "failed"}
     said = {name: error["message"] for name, error in failed.items()}
-    print(
-        f"{len(failed)} of {len(records)} failed, {took_s:.0f} s, {most[0] / 2**20:,.0f} MiB; {stdout}"
-    )
+    print(f"{len(failed)} of {len(records)} failed, {took_s:.0f} s, {most[0] / 2**20:,.0f} MiB")
     assert {error["kind"] for error in failed.values()} == {"media"}
     sure = [clip for clip in hostile if clip.words is not None]
     wrong = {clip.name: said.get(clip.name) for clip in sure if not _has(said, clip)}
@@ -191,19 +185,15 @@ def _wrong_lengths() -> Iterator[Hostile]:
         data = mkv[: place + 1] + struct.pack(">d", seconds * 1000) + mkv[place + 9 :]
         words = None
         if 5.6 < seconds < 1e17:
-            words = (
-                f"header says {seconds:.1f} s, but 5.0 s"
-                if seconds < 3600
-                else "max_video_seconds is 3600"
-            )
+            lies = f"header says {seconds:.1f} s, but 5.0 s"
+            words = lies if seconds < 3600 else "max_video_seconds is 3600"
         yield Hostile(f"a video that says {seconds} s", "video", data, words)
 
 
 def _bombs() -> Iterator[Hostile]:
     silence = np.zeros(3600 * 3 * clips.RATE, np.int16)
-    yield Hostile(
-        "three hours of silence", "audio", clips.sound(silence, format="flac", codec="flac"), ""
-    )
+    silent = clips.sound(silence, format="flac", codec="flac")
+    yield Hostile("three hours of silence", "audio", silent, "")
     large = clips.video(np.zeros((2, 2048, 4096, 3), np.uint8))
     yield Hostile("frames of 8 megapixels", "video", large, "media.max_decode_bytes")
     many = clips.video(np.zeros((4000, 16, 32, 3), np.uint8), rate=1)
@@ -238,22 +228,9 @@ def _no_clips() -> Iterator[Hostile]:
 
 def _random() -> Iterator[Hostile]:
     """Noise behind the first bytes of each kind of file."""
-    marks = [
-        b"\0\0\0\x20ftypisom",
-        b"\x1a\x45\xdf\xa3",
-        b"OggS",
-        b"fLaC",
-        b"FORM\0\0\0\x10AIFF",
-        b"FLV\1",
-    ]
-    marks += [
-        b"\0\0\1\xba",
-        b"#!AMR\n",
-        b"\xff\xf1",
-        b"ID3\4",
-        b"\x30\x26\xb2\x75\x8e\x66\xcf\x11",
-        b"GIF89a",
-    ]
+    marks = [b"\0\0\0\x20ftypisom", b"\x1a\x45\xdf\xa3", b"OggS", b"fLaC", b"FORM\0\0\0\x10AIFF"]
+    marks += [b"FLV\1", b"\0\0\1\xba", b"#!AMR\n", b"\xff\xf1", b"ID3\4", b"GIF89a"]
+    marks += [b"\x30\x26\xb2\x75\x8e\x66\xcf\x11"]
     for seed, mark in enumerate(islice(cycle(marks), 20)):
         data = mark + np.random.default_rng(seed).bytes(20_000)
         yield Hostile(f"noise {seed}", ("audio", "video")[seed % 2], data)

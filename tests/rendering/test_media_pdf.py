@@ -17,20 +17,23 @@ HALF_BLACK = b"0 0 72 36 re f"  # the lower half of a square inch
 INCH = (72, 72)
 
 
+TREE = [
+    b"<< /Type /Catalog /Pages 2 0 R >>",
+    b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+]
+PAGE = b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 72 72] %b >>"
+
+
 def with_picture(width: int, height: int) -> bytes:
     """A page with a picture of so many pixels: gray, packed, and cut short."""
+    size = b"/Width %d /Height %d /ColorSpace /DeviceGray /BitsPerComponent 8" % (width, height)
     return of_objects(
         [
-            b"<< /Type /Catalog /Pages 2 0 R >>",
-            b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-            (
-                b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 72 72] /Contents 4 0 R"
-                b" /Resources << /XObject << /I 5 0 R >> >> >>"
-            ),
+            *TREE,
+            PAGE % b"/Contents 4 0 R /Resources << /XObject << /I 5 0 R >> >>",
             b"<< /Length 24 >>\nstream\nq 72 0 0 72 0 0 cm /I Do Q\nendstream",
-            b"<< /Type /XObject /Subtype /Image /Width %d /Height %d /ColorSpace /DeviceGray"
-            b" /BitsPerComponent 8 /Length 4 >>\nstream\n\x00\x00\x00\x00\nendstream"
-            % (width, height),
+            b"<< /Type /XObject /Subtype /Image %b /Length 4 >>\nstream\n\0\0\0\0\nendstream"
+            % size,
         ]
     )
 
@@ -79,23 +82,16 @@ def test_only_a_pdf_of_one_page_needs_no_number(tmp_path: Path) -> None:
 
 
 def test_what_was_filled_into_a_form_is_drawn(tmp_path: Path) -> None:
-    appearance = b"0 0 40 40 re f"
-    write_pdfs(
-        tmp_path,
-        form=of_objects(
-            [
-                b"<< /Type /Catalog /Pages 2 0 R /AcroForm << /Fields [4 0 R] >> >>",
-                b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-                b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 72 72] /Annots [4 0 R] >>",
-                (
-                    b"<< /Type /Annot /Subtype /Widget /FT /Tx /T (t) /V (x) /Rect [10 10 50 50]"
-                    b" /F 4 /P 3 0 R /AP << /N 5 0 R >> >>"
-                ),
-                b"<< /Type /XObject /Subtype /Form /BBox [0 0 40 40] /Length %d >>"
-                b"\nstream\n%s\nendstream" % (len(appearance), appearance),
-            ]
-        ),
-    )
+    field = b"/FT /Tx /T (t) /V (x) /Rect [10 10 50 50] /F 4 /P 3 0 R /AP << /N 5 0 R >>"
+    form = b"/Subtype /Form /BBox [0 0 40 40] /Length 14 >>\nstream\n0 0 40 40 re f\nendstream"
+    parts = [
+        b"<< /Type /Catalog /Pages 2 0 R /AcroForm << /Fields [4 0 R] >> >>",
+        TREE[1],
+        PAGE % b"/Annots [4 0 R]",
+        b"<< /Type /Annot /Subtype /Widget %b >>" % field,
+        b"<< /Type /XObject %b" % form,
+    ]
+    write_pdfs(tmp_path, form=of_objects(parts))
     image = load_image("form.pdf", media_table(tmp_path, pdf_dpi=72))
     assert image.getpixel((30, 42)) == (0, 0, 0)
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin, TiffImagePlugin
 
 from batchkit.config.tables import MediaTable
-from batchkit.errors import MediaError
 from batchkit.rendering.media import load_image
 from batchkit.rendering.media.pixels import LARGEST_ASPECT, smart_size, target_size
 from tests.support.images import JPEG, PNG, RED, WHITE, encoded, gradient, media_table, refused
@@ -101,9 +100,8 @@ def test_half_transparent_is_mixed_with_white_and_not_with_its_hidden_color() ->
     stripes = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
     for x in range(0, 64, 2):
         stripes.paste((255, 0, 0, 255), (x, 0, x + 1, 64))
-    assert near(
-        load_image(stripes, media_table(max_pixels=16)).getpixel((1, 1)), (255, 127, 127), 6
-    )
+    averaged = load_image(stripes, media_table(max_pixels=16))
+    assert near(averaged.getpixel((1, 1)), (255, 127, 127), 6)
 
 
 def test_palette_images_are_averaged_by_color_and_not_by_index() -> None:
@@ -131,23 +129,18 @@ def test_exif_orientation_is_applied(orientation: int, format: str, max_pixels: 
     upright = Image.new("RGB", (160, 80), "white")
     upright.paste((200, 0, 0), (0, 0, 80, 40))  # red at the upper left
     upright.paste((0, 0, 200), (0, 40, 80, 80))  # blue at the lower left
-    undo = {
-        1: None,
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_90,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_270,
-    }[orientation]
     exif = Image.Exif()
     exif[0x0112] = orientation
-    stored = upright if undo is None else upright.transpose(undo)
+    stored = upright if orientation == 1 else upright.transpose(UNDO[orientation - 2])
     image = load_image(encoded(stored, format, exif=exif), media_table(max_pixels=max_pixels))
     assert image.width > image.height
     assert near(image.getpixel((image.width // 4, image.height // 4)), (200, 0, 0), 30)
     assert near(image.getpixel((image.width // 4, image.height * 3 // 4)), (0, 0, 200), 30)
+
+
+TURN = Image.Transpose
+UNDO = [TURN.FLIP_LEFT_RIGHT, TURN.ROTATE_180, TURN.FLIP_TOP_BOTTOM, TURN.TRANSPOSE]
+UNDO += [TURN.ROTATE_90, TURN.TRANSVERSE, TURN.ROTATE_270]
 
 
 def test_broken_exif_does_not_cost_the_image() -> None:
@@ -173,16 +166,19 @@ def tiff(*subfile_types: int) -> bytes:
     return encoded(Image.new("RGB", (32, 32), "red"), "TIFF", save_all=True, append_images=others)
 
 
-@pytest.mark.parametrize("subfile_types", [[0], [2], [2, 2]])
-def test_a_tiff_of_several_pages_is_refused(subfile_types: list[int]) -> None:
-    """A scan: only its first page would be read."""
-    with pytest.raises(MediaError, match="is a TIFF of several pages"):
-        load_image(tiff(*subfile_types), media_table())
-
-
-@pytest.mark.parametrize("subfile_types", [[], [1], [1, 1], [4], [5]])
-def test_smaller_copies_and_masks_in_a_tiff_are_no_pages(subfile_types: list[int]) -> None:
-    assert near(load_image(tiff(*subfile_types), media_table()).getpixel((5, 5)), RED)
+@pytest.mark.parametrize(
+    ("subfile_types", "are_pages"),
+    [
+        *(([0], True), ([2], True), ([2, 2], True)),
+        *(([], False), ([1], False), ([1, 1], False), ([4], False), ([5], False)),
+    ],
+)
+def test_a_tiff_of_several_pages_is_refused(subfile_types: list[int], are_pages: bool) -> None:
+    """A scan: only its first page would be read. Smaller copies and masks are no pages."""
+    if are_pages:
+        assert "is a TIFF of several pages" in refused(tiff(*subfile_types), media_table())
+    else:
+        assert near(load_image(tiff(*subfile_types), media_table()).getpixel((5, 5)), RED)
 
 
 # Sizes
@@ -225,10 +221,10 @@ def test_smart_size_is_what_the_processor_would_make() -> None:
 def test_image_becomes_the_size_that_the_model_takes() -> None:
     media = MediaTable(factor=32, min_pixels=200704, max_pixels=1605632)
     assert load_image(Image.new("RGB", (3518, 2252)), media).size == (1568, 992)
-    with pytest.raises(MediaError, match="2010×10 pixels: one side is over 200 times"):
-        load_image(Image.new("RGB", (2010, 10)), media)
-    with pytest.raises(MediaError, match="64×15424 pixels: one side is over 200 times"):
-        load_image(Image.new("RGB", (84, 16721)), MediaTable(factor=32, max_pixels=1_200_000))
+    narrow = "pixels: one side is over 200 times"
+    assert f"2010×10 {narrow}" in refused(Image.new("RGB", (2010, 10)), media)
+    media = MediaTable(factor=32, max_pixels=1_200_000)
+    assert f"64×15424 {narrow}" in refused(Image.new("RGB", (84, 16721)), media)
 
 
 side = st.integers(1, 10**9)
@@ -336,15 +332,10 @@ def test_233_megapixels_load_within_the_stated_memory(
 ) -> None:
     write_huge_png(tmp_path / "huge.png", color_type, left * 2718 + right * 2718)
     gradient().save(tmp_path / "small.png")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", HUGE, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    command = [sys.executable, "-W", "error", "-c", HUGE, str(tmp_path)]
+    found = json.loads(
+        subprocess.check_output(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
     )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
     print(found)
     assert found["size"] == [451, 3559]
     assert found["used"] < found["cap"]

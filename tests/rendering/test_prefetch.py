@@ -34,25 +34,10 @@ def some_rows(count: int) -> Iterator[Row]:
 
 
 def prefetch(
-    rows: Iterator[Row],
-    render: Callable[[Row], Request | Completion] = rendered,
-    *,
-    threads: int = 2,
-    ahead: int = 8,
-    max_bytes: int = 2**30,
-    at_once: int = 1,
-    holders: Holders | None = None,
+    rows: Iterator[Row], render: Callable[[Row], Request | Completion] = rendered, **limits: Any
 ) -> closing[Prefetch]:
-    found = Prefetch(
-        rows,
-        render,
-        threads=threads,
-        ahead=ahead,
-        max_bytes=max_bytes,
-        at_once=at_once,
-        holders=holders,
-    )
-    return closing(found)
+    defaults = {"threads": 2, "ahead": 8, "max_bytes": 2**30, "at_once": 1}
+    return closing(Prefetch(rows, render, **{**defaults, **limits}))
 
 
 def take(queue: Prefetch) -> Request:
@@ -148,11 +133,9 @@ def test_runs_of_one_process_share_the_bound() -> None:
     holders, rows = Holders(), [Counted(1000), Counted(1000)]
 
     def queue_of(rows: Counted) -> closing[Prefetch]:
-        # With two threads, both may begin a row when one more is allowed, so the counts below would not be exact.
-        def render(row: Row) -> Request:
-            return rendered(row, 10)
-
-        return prefetch(rows, render, threads=1, max_bytes=100, holders=holders)
+        # With two threads, both may begin a row when one more is allowed.
+        limits = {"threads": 1, "max_bytes": 100, "holders": holders}
+        return prefetch(rows, lambda row: rendered(row, 10), **limits)
 
     def reads(number: int, count: int) -> bool:
         return rows[number].reach(count) and not rows[number].reach(count + 1, SHORT_S)
@@ -212,9 +195,8 @@ def test_slow_row_holds_up_no_other() -> None:
 
 def test_row_that_cannot_be_rendered_comes_as_a_failed_completion() -> None:
     def render(row: Row) -> Request | Completion:
-        if row.index % 2:
-            return Completion(rendered(row, 10**9), error=TemplateError("no"))
-        return rendered(row)
+        failed = Completion(rendered(row, 10**9), error=TemplateError("no"))
+        return failed if row.index % 2 else rendered(row)
 
     with prefetch(some_rows(10), render, max_bytes=100) as queue:
         found = [queue.get(LONG_S) for _ in range(10)]
@@ -350,22 +332,15 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_stays_flat_over_thousands_of_large_images(photos: Path, tmp_path: Path) -> None:
     """Were the pixels kept, the last 1,800 rows would add 430 MiB."""
     held = 16 * MIB
-    media = {"root": str(photos), "max_pixels": 62_500, "max_memory_bytes": held}
     job: dict[str, Any] = {
         "prompt": {"user": "What is it?", "images": ["{{ file }}"]},
-        "media": media,
+        "media": {"root": str(photos), "max_pixels": 62_500, "max_memory_bytes": held},
         "engine": {"kind": "dry-run", "options": {"latency_s": 0.01}},
         "run": {"render_threads": THREADS},
         "output": {"dir": str(tmp_path)},
     }
-    ran = subprocess.run(
-        [sys.executable, "-c", PROCESS, json.dumps(job)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    found = json.loads(ran.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", PROCESS, json.dumps(job)]
+    found = json.loads(subprocess.check_output(command, text=True, timeout=240).splitlines()[-1])
     before, early, late = found["peaks"]
     print([f"{peak / MIB:.0f} MiB" for peak in found["peaks"]])
     assert found["ok"] == 2000

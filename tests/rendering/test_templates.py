@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,11 @@ import psutil
 import pytest
 from PIL import Image
 
-from batchkit.config.loading import make_job
-from batchkit.config.tables import JobConfig
 from batchkit.errors import EngineError, JobError, RenderTimeoutError, RowError, TemplateError
 from batchkit.rendering.templates import RowTemplate
+from tests.support.dry_runs import job
+from tests.support.model_runs import write_job
 from tests.support.own_process import batchkit
-from tests.support.rows import write_jsonl
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -63,17 +63,13 @@ HARMLESS = [
 ]
 
 
-def job(timeout_s: float = 60.0) -> JobConfig:
-    tables = {"engine": {"kind": "dry-run"}, "run": {"row_timeout_s": timeout_s}}
-    return make_job(tables, "test")
+def template(
+    source: str, timeout_s: float = 60.0, key: str = "prompt.user", *, keeps_type: bool = False
+) -> RowTemplate:
+    return RowTemplate(job(run={"row_timeout_s": timeout_s}), key, source, keeps_type=keeps_type)
 
 
-def template(source: str, timeout_s: float = 60.0) -> RowTemplate:
-    return RowTemplate(job(timeout_s), "prompt.user", source)
-
-
-def images(source: str) -> RowTemplate:
-    return RowTemplate(job(), "prompt.images.0", source, keeps_type=True)
+images = partial(template, key="prompt.images.0", keeps_type=True)
 
 
 @pytest.mark.parametrize("source", ENDLESS)
@@ -116,11 +112,7 @@ OPTIONAL = "{% if NAME is defined %}{{ NAME }}{% endif %}{{ NAME | d('-') }}"
         ("{{ ads | map(attribute='copy') | join(' ') }}", ADS, "Buy! Now!"),
         ("{{ ads[0].copy()['copy'] | upper }}", ADS, "BUY!"),
         ("{{ none['copy'] | default('-') }}", ADS, "-"),
-        (
-            "{{ tags | indent }} {{ text | indent }}",
-            {"tags": ["a", "b"], "text": "a\nb"},
-            "['a', 'b'] a\n    b",
-        ),
+        ("{{ a | indent }} {{ b | indent }}", {"a": ["a"], "b": "a\nb"}, "['a'] a\n    b"),
         ("{% for i in range(3) %}{{ i }}{% endfor %}", {"n": 1}, "012"),
         *(("{{ " + name + " }}", {name: "10-20"}, "10-20") for name in NAMES),
         *((LOOP + "{{ " + name + " }}", {name: "x", "facts": [], "n": 1}, "x") for name in NAMES),
@@ -149,10 +141,7 @@ def test_a_value_is_the_same_from_a_process(
         ("{{ text.title }}", ORDER, r"a method of str; .* write \['title'\]"),
         ("{{ day.ctime }}", ORDER, "a method of date"),
         ("{{ none['copy'] | upper }}", ADS, "no attribute 'copy'"),
-        *(
-            ("{{ " + name + " }}", {"n": 1}, f"'{name}' is undefined; the row has n")
-            for name in NAMES
-        ),
+        *(("{{ " + its + " }}", {"n": 1}, f"'{its}' is undefined; the row has n") for its in NAMES),
     ],
 )
 def test_an_error_is_the_same_from_a_process(
@@ -167,7 +156,7 @@ def test_an_error_is_the_same_from_a_process(
 def test_a_field_called_self_is_refused(keeps_type: bool) -> None:
     """Jinja would fill in an object of its own, in every row."""
     with pytest.raises(JobError, match=r"prompt\.user: .*self is a reserved name of Jinja"):
-        RowTemplate(job(), "prompt.user", "{{ self }}", keeps_type=keeps_type)
+        template("{{ self }}", keeps_type=keeps_type)
 
 
 def test_an_image_expression_from_a_process_keeps_its_type() -> None:
@@ -177,20 +166,17 @@ def test_an_image_expression_from_a_process_keeps_its_type() -> None:
 
 def test_a_path_template_without_an_end_is_ended() -> None:
     with pytest.raises(RenderTimeoutError, match=r"scoring\.table"):
-        RowTemplate(job(0.2), "scoring.table", "{{ lipsum(n=10**8) }}").text({})
+        template("{{ lipsum(n=10**8) }}", 0.2, "scoring.table").text({})
 
 
 def test_validate_and_dry_run_end_an_endless_row(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", [{"n": 10**10}, {"n": 1}])
-    (tmp_path / "job.toml").write_text(
-        '[input]\npath = "rows.jsonl"\n[prompt]\nuser = "{{ \'a\' * n }}"\n'
-        '[engine]\nkind = "dry-run"\n[run]\nrow_timeout_s = 5\n'
-    )
-    checked = batchkit("validate", tmp_path / "job.toml", cwd=tmp_path)
-    assert checked.returncode != 0
-    assert "GiB of memory" in checked.stdout + checked.stderr
-    shown = batchkit("run", "--dry-run", tmp_path / "job.toml", cwd=tmp_path)
-    assert "GiB of memory" in shown.stdout + shown.stderr
+    prompt, engine = {"user": "{{ 'a' * n }}"}, {"kind": "dry-run"}
+    rows = [{"n": 10**10}, {"n": 1}]
+    write_job(tmp_path, rows, prompt=prompt, engine=engine, run={"row_timeout_s": 5})
+    for command in (["validate"], ["run", "--dry-run"]):
+        shown = batchkit(*command, "job.toml", cwd=tmp_path)
+        assert "GiB of memory" in shown.stdout + shown.stderr
+        assert (shown.returncode == 0) == (command[0] == "run")
 
 
 def test_the_process_of_a_thread_ends_with_it() -> None:
@@ -291,7 +277,7 @@ def test_an_image_expression_gives_the_rows_own_pictures() -> None:
 
 
 def test_a_picture_does_not_leave_the_process() -> None:
-    with pytest.raises(TemplateError, match=r"type Image, .* a template that only names a field"):
+    with pytest.raises(TemplateError, match=r"of type Image, .* that only names a field"):
         images("{{ [one] * 2 }}").value({"one": Image.new("RGB", (2, 2))})
 
 
