@@ -187,12 +187,10 @@ def test_long_white_space_is_masked_in_linear_time(name: str) -> None:
 
 
 def test_url_of_a_row_is_reported_without_its_secrets() -> None:
-    write_jsonl(
-        Path("in.jsonl"), [{"q": "a", "url": URL}, {"q": "b", "url": URL.replace("me:", "")}]
-    )
-    write_job(
-        prompt={"user": "{{ q }}", "images": ["{{ url }}"]}, media={"allow_urls": ["127.0.0.1:9"]}
-    )
+    urls = [URL, URL.replace("me:", "")]
+    write_jsonl(Path("in.jsonl"), [{"q": "a", "url": url} for url in urls])
+    media = {"allow_urls": ["127.0.0.1:9"]}
+    write_job(prompt={"user": "{{ q }}", "images": ["{{ url }}"]}, media=media)
     # What a row holds is shown by report and export; what is said about it is not the place for it.
     commands = [command for command in EVERYTHING if command[0] not in ("report", "export")]
     assert leaks(*commands) == []
@@ -229,12 +227,8 @@ def test_a_key_in_the_place_of_a_host_or_a_port_is_in_no_message(host: str) -> N
     ],
 )
 def test_server_command_with_a_secret_is_refused(words: str) -> None:
-    table = {
-        "kind": "openai-server",
-        "model": MODEL,
-        "server": {"command": f"{words} --port {{port}}"},
-    }
-    write_job(engine=table)
+    server = {"command": f"{words} --port {{port}}"}
+    write_job(engine={"kind": "openai-server", "model": MODEL, "server": server})
     assert leaks(*EVERYTHING) == []
     ended = batchkit("run", "job.toml")
     assert ended.exit_code == 2
@@ -384,10 +378,8 @@ def test_what_has_no_secret_stays_as_it_is(text: str, mask: Callable[[str], str]
 @pytest.mark.parametrize("sign", ["/", "?", "#", " ", "@", "\\", '"', "%2F", "/x?y@"])
 def test_password_is_masked_up_to_the_last_at(sign: str) -> None:
     for url in (f"http://me:pa{sign}{CANARY}@host/a", f"sftp:/me:{CANARY}{sign}x@host/a"):
-        assert (
-            masked({"vars": {"url": url}})["vars"]["url"]
-            == f"{url.partition('me:')[0]}me:***@host/a"
-        )
+        hidden = masked({"vars": {"url": url}})["vars"]["url"]
+        assert hidden == f"{url.partition('me:')[0]}me:***@host/a"
         assert CANARY not in masked_text(url)
         assert CANARY not in masked_text(f"can't open {url.replace(' ', '')}, no such file")
         write_job(input={"path": url})
@@ -407,18 +399,12 @@ def test_password_is_masked_up_to_the_last_at(sign: str) -> None:
     ],
 )
 def test_tokens_are_a_count_only_as_a_number(table: dict[str, Any], expected: Any) -> None:
-    assert masked({"engine": {"options": {"extra_body": table}}}) == {
-        "engine": {"options": {"extra_body": expected}}
-    }
+    free = masked({"engine": {"options": {"extra_body": table}}})
+    assert free == {"engine": {"options": {"extra_body": expected}}}
 
 
 def test_masking_twice_is_masking_once() -> None:
-    table = {
-        "api_key": CANARY,
-        "url": URL,
-        "list": [{"x-api-key": CANARY}],
-        "h": f"Cookie: {CANARY}",
-    }
+    table = {"url": URL, "list": [{"x-api-key": CANARY}], "h": f"Cookie: {CANARY}"}
     assert masked(masked(table)) == masked(table)
     assert CANARY not in str(masked(table))
     for text in (URL, "x" * 2_000, "\n".join(["x" * 2_000] * 50)):

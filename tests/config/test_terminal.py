@@ -7,6 +7,7 @@ import os
 import pty
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,9 @@ def on_a_terminal(*args: str) -> str:
     )
     os.close(terminal)
     printed = b""
-    while True:
-        try:
-            block = os.read(master, 65536)
-        except OSError:  # Linux: nobody has the other end any more
-            break
-        if not block:
-            break
-        printed += block
+    with suppress(OSError):  # Linux: nobody has the other end any more
+        while block := os.read(master, 65536):
+            printed += block
     os.close(master)
     process.wait(60)
     return printed.decode()

@@ -57,20 +57,15 @@ def build_token_classifier(folder: Path, labels: tuple[str, ...]) -> Path:
     import transformers
     from tokenizers import BertWordPieceTokenizer
 
-    special = {
-        "pad_token": "[PAD]",
-        "unk_token": "[UNK]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-    }
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep")}
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
     pieces = [*special.values(), *letters, *(f"##{letter}" for letter in letters), "ada", "tea"]
     tokenizer = BertWordPieceTokenizer({piece: n for n, piece in enumerate(pieces)})
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), **special
-    ).save_pretrained(folder)
+    tokenizer_file = str(folder / "tokenizer.json")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=tokenizer_file, **special)
+    fast.save_pretrained(folder)
     made = transformers.BertConfig(
         vocab_size=len(pieces),
         hidden_size=64,

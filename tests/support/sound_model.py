@@ -9,12 +9,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 PLACE = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 OMNI_PLACE = "<|audio_start|><|audio_pad|><|audio_end|>"
 
+_EARS = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2}
+_EARS |= {"encoder_ffn_dim": 64, "num_mel_bins": 16}
 TRANSCRIBE = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
 
 
@@ -29,8 +32,17 @@ def sound_model(kind: str, demo_model: Path) -> Path:
     return folder
 
 
-def qwen2_audio(demo_model: Path, folder: Path) -> None:
+def _random(kind: Any, config: Any) -> Any:
     import torch
+
+    torch.manual_seed(0)
+    model = kind(config)
+    for matrix in (its for its in model.parameters() if its.ndim > 1):
+        torch.nn.init.normal_(matrix, std=1.5 / matrix[0].numel() ** 0.5)
+    return model
+
+
+def qwen2_audio(demo_model: Path, folder: Path) -> None:
     from safetensors.torch import load_file, save
     from transformers import (
         AutoTokenizer,
@@ -43,23 +55,14 @@ def qwen2_audio(demo_model: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     marks = ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tower = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2}
-    text = {"model_type": "qwen2", "hidden_size": 64}
-    heads = {
-        "intermediate_size": 96,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 2,
-    }
+    text = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
     config = Qwen2AudioConfig(
-        audio_config={**tower, "encoder_ffn_dim": 64, "num_mel_bins": 16},
+        audio_config=_EARS,
         text_config={**text, **heads, "vocab_size": 704, "max_position_embeddings": 4096},
         audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
     )
-    torch.manual_seed(0)
-    model = Qwen2AudioForConditionalGeneration(config)
-    for matrix in (its for its in model.parameters() if its.ndim > 1):
-        torch.nn.init.normal_(matrix, std=1.5 / matrix[0].numel() ** 0.5)
+    model = _random(Qwen2AudioForConditionalGeneration, config)
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
     # As on the hub; this transformers writes one "model." too many.
@@ -103,11 +106,8 @@ def whisper(_: Path, folder: Path) -> None:
     layers = {"encoder_layers": 2, "decoder_layers": 2, "d_model": 64}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     sizes = {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": len(tokenizer)}
-    torch.manual_seed(0)
     config = WhisperConfig(**layers, **heads, **sizes, **ends, decoder_start_token_id=start)
-    model = WhisperForConditionalGeneration(config)
-    for matrix in (its for its in model.parameters() if its.ndim > 1):
-        torch.nn.init.normal_(matrix, std=1.5 / matrix[0].numel() ** 0.5)
+    model = _random(WhisperForConditionalGeneration, config)
     with torch.no_grad():  # it says letters, and never nothing
         model.model.decoder.embed_tokens.weight[len(letters) :] *= 0.2
     model.generation_config = GenerationConfig(**ends, decoder_start_token_id=start)
@@ -129,7 +129,6 @@ _OMNI_NAMES = (
 
 def qwen3_omni(demo_model: Path, folder: Path) -> None:
     """But for the tower that hears and the experts, its weights are the demo model's."""
-    import torch
     from safetensors.torch import load_file, save
     from transformers import (
         AutoImageProcessor,
@@ -151,15 +150,8 @@ def qwen3_omni(demo_model: Path, folder: Path) -> None:
     text, vision = known["text_config"], known["vision_config"]
     del text["model_type"], vision["model_type"]
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    tower = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2}
     thinker = Qwen3OmniMoeThinkerConfig(
-        audio_config={
-            **tower,
-            "encoder_ffn_dim": 64,
-            "num_mel_bins": 16,
-            "downsample_hidden_size": 8,
-            "output_dim": text["hidden_size"],
-        },
+        audio_config={**_EARS, "downsample_hidden_size": 8, "output_dim": text["hidden_size"]},
         # As on the hub: vLLM wants what transformers no longer knows.
         vision_config={**vision, "image_size": 256, "apply_vit_abs_pos_embed": True},
         text_config={**text, **experts, "mlp_only_layers": [0], "tie_word_embeddings": False},
@@ -167,10 +159,7 @@ def qwen3_omni(demo_model: Path, folder: Path) -> None:
         vision_start_token_id=ids["vision_bos_token"],
         **{f"{kind}_token_id": ids[f"{kind}_token"] for kind in ("image", "video", "audio")},
     )
-    torch.manual_seed(0)
-    model = Qwen3OmniMoeThinkerForConditionalGeneration(thinker)
-    for matrix in (its for its in model.parameters() if its.ndim > 1):
-        torch.nn.init.normal_(matrix, std=1.5 / matrix[0].numel() ** 0.5)
+    model = _random(Qwen3OmniMoeThinkerForConditionalGeneration, thinker)
     seeing = {}
     for name, its in load_file(demo_model / "model.safetensors").items():
         for pattern, here in _OMNI_NAMES:
@@ -210,15 +199,14 @@ def qwen3_asr(demo_model: Path, folder: Path) -> None:
     }
     heard = load_file(folder / "model.safetensors")
     weights |= {name: its for name, its in heard.items() if "audio_tower" in name}
+    hears = {**thinker["audio_config"], "model_type": "qwen3_asr_audio_encoder"}
+    speaks = {**known, "model_type": "qwen3_asr_text"}
+    thinker = {"audio_token_id": thinker["audio_token_id"], "audio_config": hears}
     config = {
         "architectures": ["Qwen3ASRForConditionalGeneration"],
         "model_type": "qwen3_asr",
         "dtype": "float32",
-        "thinker_config": {
-            "audio_config": {**thinker["audio_config"], "model_type": "qwen3_asr_audio_encoder"},
-            "text_config": {**known, "model_type": "qwen3_asr_text"},
-            "audio_token_id": thinker["audio_token_id"],
-        },
+        "thinker_config": {**thinker, "text_config": speaks},
     }
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens("<asr_text>")
@@ -226,9 +214,8 @@ def qwen3_asr(demo_model: Path, folder: Path) -> None:
     head = weights["thinker.lm_head.weight"]
     head[mark] = 1.1 * head[word]
     extractor = WhisperFeatureExtractor(feature_size=16)
-    Qwen3ASRProcessor(extractor, tokenizer, chat_template=tokenizer.chat_template).save_pretrained(
-        folder
-    )
+    template = tokenizer.chat_template
+    Qwen3ASRProcessor(extractor, tokenizer, chat_template=template).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))

@@ -7,11 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import tomlkit
 from PIL import Image
 
 from batchkit.config.tables import JobConfig
-from tests.support.rows import write_jsonl
+from tests.support import model_runs
 
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
 N_ROWS = 24
@@ -36,22 +35,15 @@ def write_job(
             image.paste((255, 255, 255 - n), (10 + n, 10, 60 + n, 50))
             row["file"] = f"{n}.png"
             image.save(folder / row["file"])
-    write_jsonl(folder / "rows.jsonl", rows)
     options = {"dtype": "float32", "max_model_len": 512}
-    job = {
-        "name": "run",
-        "input": {"path": "rows.jsonl"},
-        "prompt": {"user": "{{ q }}", "images": ["{{ file }}"] if images else []},
-        "media": {"max_pixels": 65536},
-        "engine": {
-            "kind": "transformers",
-            "options": options,
-            **(engine or {}),
-            "model": str(model),
-        },
-        "sampling": {"max_tokens": 24},
-    }
-    (folder / "job.toml").write_text(tomlkit.dumps(job), encoding="utf-8")
+    model_runs.write_job(
+        folder,
+        rows,
+        prompt={"user": "{{ q }}", "images": ["{{ file }}"] if images else []},
+        media={"max_pixels": 65536},
+        engine={"kind": "transformers", "options": options, **(engine or {}), "model": str(model)},
+        sampling={"max_tokens": 24},
+    )
     return rows
 
 

@@ -40,15 +40,8 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "01" if kind == "serve" else "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    answer = {
-        "chat": _chat,
-        "generate": _generate,
-        "loras": _loras,
-        "pooled": _pooled,
-        "serve": _serve,
-    }[kind]
     args, kwargs = json.load(sys.stdin)
-    json.dump(answer(*args, **kwargs), sys.stdout)
+    json.dump(globals()[f"_{kind}"](*args, **kwargs), sys.stdout)
     sys.stdout.flush()
     os._exit(0)
 

@@ -57,16 +57,8 @@ def run_batch(model: Path, options: Mapping[str, Any], batch: Path) -> list[dict
 
 def _begun(model: Path, options: Mapping[str, Any], *words: str, output: Any) -> Fork:
     first, rest = (words[:1], words[1:]) if words[0] == "run-batch" else ((), words)
-    command = [
-        sys.executable,
-        "-m",
-        __name__,
-        *first,
-        "--model",
-        str(model),
-        *flags(options),
-        *rest,
-    ]
+    program = [sys.executable, "-m", __name__, *first]
+    command = [*program, "--model", str(model), *flags(options), *rest]
     environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "WARNING"}
     return Fork(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment)
 
