@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from batchkit.config.loading import make_job
 from batchkit.config.shard import Shard, asked_for, parse_shard
 from batchkit.config.tables import InputTable
 from batchkit.errors import JobError
@@ -16,6 +15,7 @@ from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.sources import count_rows, read_rows
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
+    job,
     manifest,
     prepare,
     run,
@@ -170,9 +170,9 @@ def test_dry_run_and_validate_show_the_shard() -> None:
 
 
 def test_rows_from_python_have_no_shard() -> None:
-    job = make_job({"engine": {"kind": "dry-run"}, "input": {"shard": "0/2"}}, "the test")
+    processor = ProductionBatchProcessor(job(input={"shard": "0/2"}), quiet=True)
     with pytest.raises(JobError, match=r"input\.shard"):
-        ProductionBatchProcessor(job, quiet=True).process(["a", "b"])
+        processor.process(["a", "b"])
 
 
 # What names a shard

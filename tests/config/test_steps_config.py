@@ -1,4 +1,4 @@
-"""``[[steps]]``, ``[rollout]`` and ``[engines.NAME]`` in a job file."""
+"""``[[steps]]``, ``[rollout]``, ``[engines.NAME]`` and ``[scoring]`` in a job file."""
 
 from __future__ import annotations
 
@@ -132,6 +132,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [  # …: any text between, or behind 
 ]
 
 
+OF_SCORING: list[tuple[dict[str, Any], str]] = [  # the table, and what follows its name
+    ({"extract": {"regex": {"pattern": "("}}}, "extract.regex.pattern: '(' is not a valid regular"),
+    ({"rules": [{}, {"extract": "regex"}]}, "rules.1.extract.regex.pattern: this key is missing"),
+    ({"extract": {"number": {"last": True}}}, "extract.number.last: unknown key; known: none"),
+    ({"extract": {"json": 1}}, "extract.json: found 1, expected table"),
+    ({"extract": {"json": {}, "number": {}}}, 'extract: found {"json": {}, "number": {}}'),
+    ({"scorers": [1]}, "scorers: found 1, expected a name, or a table { NAME = { PARAMETER ="),
+    ({"scorers": "em"}, 'scorers: found "em", expected a list; write ["em"]'),
+    ({"scorers": ["numeric", {"numeric": {}}]}, "scorers: has numeric twice; leave one out"),
+    ({"scorers": ["em", {"numeric": {"tolerance": "1 %"}}]}, "scorers.numeric.tolerance: found "),
+    ({"scorers": [{"judge": {"max_scor": 10}}]}, "scorers.judge.max_scor: …mean 'max_score'?"),
+    ({"tolerance": 0.1}, "tolerance: …mean 'scoring.scorers.numeric.tolerance'?"),
+]
+WRONG += [({"scoring": scoring}, f"scoring.{found}") for scoring, found in OF_SCORING]
+
+
 @pytest.mark.parametrize(("tables", "found"), WRONG)
 def test_what_is_wrong_is_named(tables: dict[str, Any], found: str) -> None:
     start, _, end = found.partition("…")
@@ -185,6 +201,22 @@ def test_a_setting_reaches_a_named_engine() -> None:
 def test_a_setting_that_reaches_no_step_is_refused(override: str, found: str) -> None:
     with pytest.raises(JobError, match=re.escape(f": {found}")):
         made(override, steps=[step(when="1")])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("scoring.extract.regex.pattern=1", {"extract": {"regex": {"pattern": "1"}}}),
+        (
+            'scoring.scorers=["em", { judge = { max_score = 5 } }, "numeric"]',
+            {"scorers": ["em", {"judge": {"max_score": 5.0}}, {"numeric": {"tolerance": 0.01}}]},
+        ),
+    ],
+)
+def test_parameters_can_be_set_on_the_command_line(override: str, expected: dict[str, Any]) -> None:
+    found = made(override).scoring
+    assert found.model_dump(exclude_defaults=True) == expected
+    assert made(scoring=found.model_dump()).scoring == found
 
 
 # Paths

@@ -12,12 +12,9 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.storage.identity import identity
 from batchkit.storage.job_toml import toml_of
+from tests.support.dry_runs import job
 
 PAIR = {"query": "{{ q }}", "documents": "{{ d }}"}
-
-
-def job(**tables: Any) -> JobConfig:
-    return make_job({"engine": {"kind": "dry-run"}, **tables}, "a.toml")
 
 
 def refusal(**tables: Any) -> str:
@@ -66,7 +63,7 @@ def test_a_key_that_does_not_fit_the_task_is_named(
 
 def test_all_keys_that_do_not_fit_are_reported_together() -> None:
     found = refusal(task="score", sampling={"max_tokens": 5}, prompt={"user": "x"})
-    assert "a.toml: 4 problems" in found
+    assert "test: 4 problems" in found
     for key in ("[sampling]", "pair.query", "pair.documents", "prompt.user"):
         assert f"\n  {key}: " in found
 

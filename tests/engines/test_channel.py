@@ -174,14 +174,13 @@ def test_the_error_of_a_row_keeps_its_class_and_what_was_set_on_it(
 
 
 def test_the_job_arrives_with_values_that_json_lacks(pair: Pair) -> None:
-    job = JobConfig(
-        engine={"kind": "dry-run", "options": {"sizes": (1, 2)}},
-        prompt={"chat_template_kwargs": {"today": datetime.date(2026, 11, 22)}},
-    )
+    today = datetime.date(2026, 11, 22)
+    engine = {"kind": "dry-run", "options": {"sizes": (1, 2)}}
+    job = JobConfig(engine=engine, prompt={"chat_template_kwargs": {"today": today}})
     pair.run.send(Open.of(job))
     got = pair.engine.recv().job
     assert got == job
-    assert got.prompt.chat_template_kwargs["today"] == datetime.date(2026, 11, 22)
+    assert got.prompt.chat_template_kwargs["today"] == today
     pair.run.send(Close())
     assert pair.engine.recv() == Close()
 

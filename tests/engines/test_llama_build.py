@@ -87,13 +87,8 @@ class Machine:
             "PATH": f"{self.tools}{os.pathsep}{os.environ['PATH']}",
             **variables,
         }
-        return subprocess.run(
-            [ROOT / "scripts" / "llama_server.sh"],
-            capture_output=True,
-            text=True,
-            env=environment,
-            check=False,
-        )
+        script = ROOT / "scripts" / "llama_server.sh"
+        return subprocess.run([script], capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture

@@ -248,10 +248,8 @@ def test_what_is_no_vector_class_or_score_fails_its_row_and_says_why(task: str) 
     cases = NO_ANSWERS[task]
     tables = {"pair": PAIR} if task == "score" else {}
     make = (lambda n, q: pair(n, q, ["tea", "a"])) if task == "score" else text
-    with (
-        pooling(answering([body for body, _ in cases.values()])) as server,
-        opened(server, task=task, **tables) as engine,
-    ):
+    bodies = [body for body, _ in cases.values()]
+    with pooling(answering(bodies)) as server, opened(server, task=task, **tables) as engine:
         rows = [make(n, f"row {n}") for n in range(len(cases))]
         *failed, fine = ask(engine, [*rows, make(len(cases), "tea")])
     assert fine.error is None
@@ -261,10 +259,8 @@ def test_what_is_no_vector_class_or_score_fails_its_row_and_says_why(task: str) 
 
 
 def test_a_vector_of_another_size_than_asked_for_fails_its_row() -> None:
-    with (
-        pooling(answering([embedded([1.0, 2.0])])) as server,
-        opened(server, task="embed") as engine,
-    ):
+    two = answering([embedded([1.0, 2.0])])
+    with pooling(two) as server, opened(server, task="embed") as engine:
         (done,) = ask(engine, [text(0, dimensions=4)])
     assert done.error is not None
     assert done.error.kind == "invalid_output"

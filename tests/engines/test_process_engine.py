@@ -26,6 +26,7 @@ from batchkit.engines.faults import EngineDied, StartFailed
 from batchkit.engines.memory import MemoryWatch
 from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import LOG, Launcher
+from tests.support import dry_runs
 from tests.support.engine_requests import Locked, collect, request, with_image
 from tests.support.forks import Fork
 from tests.support.small_vllm import TEXT_ONLY
@@ -35,16 +36,12 @@ pytestmark = pytest.mark.vllm
 
 
 def make_job(model: Path, folder: Path, **options: Any) -> JobConfig:
-    return JobConfig(
-        engine={"model": str(model), "options": {**TEXT_ONLY, **options}},
-        output={"dir": str(folder)},
-    )
+    engine = {"model": str(model), "options": {**TEXT_ONLY, **options}}
+    return JobConfig(engine=engine, output={"dir": str(folder)})
 
 
 def dry_run_job(folder: Path) -> JobConfig:
-    return JobConfig(
-        engine={"kind": "dry-run"}, run={"stall_timeout_s": 2.0}, output={"dir": str(folder)}
-    )
+    return dry_runs.job(run={"stall_timeout_s": 2.0}, output={"dir": str(folder)})
 
 
 @pytest.fixture
@@ -199,12 +196,10 @@ def test_the_cause_of_an_error_in_a_worker_is_read_from_the_log(
 ) -> None:
     monkeypatch.setenv("BATCHKIT_TEST_FAULTS", json.dumps({"load_over": 2}))
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "CRITICAL")  # as the run's own process sets it
-    options = {
-        "distributed_executor_backend": "mp",
-        "worker_cls": "tests.support.failing_worker.FailingWorker",
-    }
+    worker = "tests.support.failing_worker.FailingWorker"
+    job = make_job(text_model, tmp_path, distributed_executor_backend="mp", worker_cls=worker)
     with pytest.raises(StartFailed) as raised:
-        ProcessEngine(make_job(text_model, tmp_path, **options))
+        ProcessEngine(job)
     assert raised.value.fault.kind == "oom"
     assert "planted: out of memory" in raised.value.fault.message
     assert raised.value.limits["max_num_seqs"] == 16

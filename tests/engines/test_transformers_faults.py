@@ -71,10 +71,8 @@ def test_a_batch_that_needs_too_much_memory_is_halved(
         assert opened.max_num_seqs == 8
     assert [(c.choices, c.usage) for c in done] == [(c.choices, c.usage) for c in expected]
     assert not any(c.error for c in done)
-    assert re.findall(r"out of memory.*: batches of up to (\d)$", caplog.text, re.MULTILINE) == [
-        "4",
-        "2",
-    ]
+    sizes = re.findall(r"out of memory.*: batches of up to (\d)$", caplog.text, re.MULTILINE)
+    assert sizes == ["4", "2"]
 
 
 def test_after_a_stretch_of_success_it_grows_to_what_it_was(

@@ -84,11 +84,8 @@ def test_what_is_embedded_is_a_text_or_a_chat(body: Any, messages: Any, text: st
 @pytest.mark.parametrize("documents", ["documents", "items", "text_2", "data_2"])
 def test_the_sides_of_a_pair_have_vllms_names(query: str, documents: str) -> None:
     assert sides_of({query: "tea", documents: "a"}) == ("tea", ["a"], False)
-    assert sides_of({query: ["tea"], documents: ["a", {"content": PARTS}]}) == (
-        "tea",
-        ["a", PARTS],
-        True,
-    )
+    several = sides_of({query: ["tea"], documents: ["a", {"content": PARTS}]})
+    assert several == ("tea", ["a", PARTS], True)
 
 
 NO_INPUT: list[tuple[Any, str]] = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import os
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 
 from batchkit.errors import InputError
+from tests.support.model_runs import write_job
+from tests.support.own_process import batchkit
 from tests.support.sources import rows_of, write
 
 GZIP = partial(gzip.compress, mtime=0)
@@ -91,3 +95,46 @@ def test_an_unreadable_input_is_named_with_a_way_out(
         rows_of(path, **keys)
     assert str(stop.value).startswith(str(path))
     assert problem in str(stop.value)
+
+
+# A path that is no file is refused at once: a pipe would hang, a device has no end.
+
+FIFO, SOCKET, DEVICE = "it is a named pipe", "it is a socket", "it is a device"
+
+
+def make(path: Path, kind: str) -> None:
+    if kind == FIFO:
+        os.mkfifo(path)
+    elif kind == SOCKET:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("command", "path", "name", "kind"),
+    [
+        ("run", "rows.jsonl", "rows.jsonl", FIFO),
+        ("validate", "rows.jsonl", "rows.jsonl", FIFO),
+        ("run", "rows.csv", "rows.csv", SOCKET),
+        ("run", "rows.parquet", "rows.parquet", DEVICE),
+        ("run", "rows.jsonl.gz", "rows.jsonl.gz", FIFO),
+        ("run", "part-*.jsonl", "part-1.jsonl", FIFO),
+        ("run", "part-0.jsonl", "user.txt", FIFO),
+        ("run", "part-0.jsonl", "user.txt", DEVICE),
+    ],
+)
+def test_what_is_no_file_is_refused_at_once(
+    tmp_path: Path, command: str, path: str, name: str, kind: str
+) -> None:
+    write(tmp_path, "part-0.jsonl", '{"q": 1}\n')
+    if name != "user.txt":
+        write(tmp_path, "user.txt", "{{ q }}")
+    make(tmp_path / name, kind)
+    prompt, engine = {"user_file": "user.txt"}, {"kind": "dry-run"}
+    write_job(tmp_path, input={"path": path}, prompt=prompt, engine=engine)
+    ended = batchkit(command, "job.toml", cwd=tmp_path, timeout_s=20)
+    assert ended.returncode == 2
+    assert f"{name}: can't be read: {kind}, not a file" in ended.stderr
+    assert not (tmp_path / "output").exists()

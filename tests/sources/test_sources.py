@@ -267,9 +267,7 @@ def test_what_a_file_holds(
     assert [row.fields for row in rows] == expected
     assert [row.index for row in rows] == [*range(len(rows))]
     for row, fields in zip(rows, expected, strict=True):
-        assert {key: type(value) for key, value in row.fields.items()} == {
-            key: type(value) for key, value in fields.items()
-        }
+        assert all(type(value) is type(fields[name]) for name, value in row.fields.items())
     assert count_rows(table(path, **keys)) == len(expected)
     batch = [row.id for row in rows if expected == [BATCH_FIELDS]]
     assert batch in ([], ["r-1"])

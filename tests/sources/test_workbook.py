@@ -41,10 +41,8 @@ def edited(path: Path, part: str, change: Callable[[bytes], bytes]) -> None:
 
 def test_values_keep_their_types_and_blank_rows_are_no_rows(tmp_path: Path) -> None:
     day = datetime(2026, 1, 2)
-    path = workbook(
-        tmp_path,
-        data=[[], ["n", " x ", "t", "day", "flag"], [1, 0.5, "é", day, True], [], [None, 2]],
-    )
+    header = ["n", " x ", "t", "day", "flag"]
+    path = workbook(tmp_path, data=[[], header, [1, 0.5, "é", day, True], [], [None, 2]])
     first, second = rows_of(path)
     assert first.fields == {"n": 1, "x": 0.5, "t": "é", "day": day, "flag": True}
     assert second.fields == {"n": None, "x": 2, "t": None, "day": None, "flag": None}
@@ -82,12 +80,9 @@ def test_records_names_the_sheet(tmp_path: Path) -> None:
 def test_a_hidden_first_sheet_must_be_named(tmp_path: Path, state: str) -> None:
     """Who looks at the workbook sees another first sheet."""
     path = workbook(tmp_path, Sheet=[["q"], ["an older question"]], Shown=[["q"], ["a question"]])
-    hidden = b'name="Sheet" sheetId="1" state="%b"' % state.encode()
-    edited(
-        path,
-        "xl/workbook.xml",
-        lambda xml: re.sub(rb'name="Sheet" sheetId="1" state="visible"', hidden, xml),
-    )
+    sheet = b'name="Sheet" sheetId="1" state="%b"'
+    change = sheet % b"visible", sheet % state.encode()
+    edited(path, "xl/workbook.xml", lambda xml: xml.replace(*change))
     with pytest.raises(InputError, match=r"its first sheet, 'Sheet', is hidden; .*'Shown'"):
         rows_of(path)
     assert [row.fields for row in rows_of(path, records="Shown")] == [{"q": "a question"}]
