@@ -241,7 +241,7 @@ JSON = st.recursive(
 def test_any_value_makes_a_job_or_one_problem_in_plain_words(key: str, value: Any) -> None:
     table, _, name = key.partition(".")
     message = complaint(lambda: job(**in_table(table, name, value)))
-    assert not JARGON.search(message)
+    assert not JARGON.search(message) or JARGON.search(str(value)), message
     head, *lines = message.splitlines() or [""]
     if "problem" in head:
         keys = [line.strip().partition(":")[0] for line in lines]
