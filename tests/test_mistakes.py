@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 OF_REVIEWS = f"{ONE_LINE} --prompt 'M {{{{ review }}}}'"
 PROMPTS = [
-    Mistake(f"{ONE_LINE} --prompt 'Mood? {{review}}'", "write {{ review }} for {review}"),
-    Mistake(f"{ONE_LINE} --prompt 'Mood? ${{review}}'", "write {{ review }} for ${review}"),
+    Mistake(f"{ONE_LINE} --prompt 'Mood? {{review}}'", "write {{ review }} instead of {review}"),
+    Mistake(f"{ONE_LINE} --prompt 'Mood? ${{review}}'", "write {{ review }} instead of ${review}"),
     Mistake(
         f"{ONE_LINE} --prompt 'Positive or negative?'",
         ("no column is used", "write {{ review }} where", "prompt.allow_constant = true"),
@@ -33,7 +33,7 @@ PROMPTS = [
     *(
         Mistake(
             f"{ONE_LINE} --prompt {name}",
-            "the name of a file, which prompt.user_file = 'prompt.txt' reads",
+            "to send the text of this file, set prompt.user_file = 'prompt.txt'",
             files={"prompt.txt": "Mood? {{ review }}"},
         )
         for name in ("prompt.txt", "@prompt.txt")
@@ -159,7 +159,7 @@ RUNS = [
             '{json="{"}': ".json: not valid JSON: ",
             '{choices=["a"]}': ".choices: vLLM has no such constraint; did you mean 'choice'?",
             '{choice="a"}': ".choice: found 'a', expected a list of texts",
-            '{regex="(a"}': ".regex: not a valid regular expression: missing )",
+            '{regex="(a"}': ".regex: '(a' is not a valid regular expression: missing )",
             "{}": ": has no constraint; expected one of json, regex, choice",
         }.items()
     ),
@@ -214,11 +214,11 @@ SET = {  # a key that is set for ``run``, and what is said of it
     f"run.on_end={'x' * 20_000}": "run.on_end: found 20,000 characters, at most 16,384; put the",
 }
 REFUSED = {
-    "resume job.toml": "Did you mean 'batchkit run', which resumes what it began?",
-    "job.toml": "Did you mean 'batchkit run job.toml', which resumes what it began?",
+    "resume job.toml": "Did you mean 'batchkit run', which also resumes an interrupted run?",
+    "job.toml": "Did you mean 'batchkit run job.toml', which also resumes an interrupted run?",
     "diff a b": "Did you mean 'batchkit compare'?",
     "export output/mood --xlsx": "Did you mean '--csv'?",
-    "show output/mood r1": "a row is named by --id ID",
+    "show output/mood r1": "select a row with --id ID",
     "run job.toml --fresh --skip-from output/mod": (
         "--skip-from output/mod: not a run folder; did you mean 'output/mood'?"
     ),
@@ -327,14 +327,14 @@ KEYS = [
         "mine.dry-run/results.csv: 3 rows",
         0,
     ),
-    Mistake(OF_REVIEWS, "the column id names the rows; the run folder is", 0),
-    Mistake(f"{OF_REVIEWS} --id label", "the column label names the rows", 0),
+    Mistake(OF_REVIEWS, "the column id has the row ids; the run folder is", 0),
+    Mistake(f"{OF_REVIEWS} --id label", "the column label has the row ids", 0),
     Mistake(f"{OF_REVIEWS} --images label", "prompt.images: label is a column: write {{ label }}"),
     # Empty cells are counted before the run.
     *(
         Mistake(
             f"{command} job.toml --set input.path=blank.csv --set input.empty={empty}",
-            (f"review is empty in 2 of the 4 rows, which {said}", ended),
+            (f"review is empty in 2 of the 4 rows; these rows {said}", ended),
             exit_code,
             {"blank.csv": 'id,review,label\n1,Fine,a\n2,,b\n3," ",b\n4,Bad,c\n'},
         )
@@ -349,7 +349,7 @@ KEYS = [
     ),
     Mistake(
         "run job.toml --set input.path=blank.csv --set input.empty=skip",
-        "blank.csv: every row has a blank in review",
+        'blank.csv: input.empty = "skip" leaves out all rows, because each has an empty field: review',
         files={"blank.csv": "id,review,label\n1,,a\n"},
     ),
     # A file that batchkit has not written is not replaced.
@@ -402,7 +402,7 @@ KEYS = [
 PAGE = [
     Mistake("run", "give a job file (… or --model and --input…"),
     Mistake("run job.toml --set prompt.user_file=reviews.csv", "… and … are both given; keep one"),
-    Mistake("validate job.toml --set input.id=idd", "… input.id is …", 3),
+    Mistake("validate job.toml --set input.id=idd", "… the field … (input.id) …", 3),
     Mistake("run job.toml", "…: can't be used as a run folder: …", files={"output": ""}),
     Mistake(
         "run job.toml --set 'scoring.scorers=[\"choice\"]'",

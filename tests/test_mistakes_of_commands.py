@@ -39,7 +39,7 @@ COMMANDS = [
         ("--input is given twice, but may be given only once", "a quoted glob reads several files"),
     ),
     *(
-        Mistake(command, f"{flag} is given twice, and only one counts: keep one")
+        Mistake(command, f"{flag} is given twice, but may be given only once: keep one")
         for command, flag in (
             (f"{ONE_LINE} --prompt A --prompt 'Mood? {{{{ review }}}}'", "--prompt"),
             ("show output/mood -n 3 -n 4", "-n"),
@@ -126,7 +126,9 @@ NAMES = [
             "evaluate output/mood": "batchkit score",
         }.items()
     ),
-    Mistake("start job.toml", "Did you mean 'batchkit run', which resumes what it began?"),
+    Mistake(
+        "start job.toml", "Did you mean 'batchkit run', which also resumes an interrupted run?"
+    ),
 ]
 
 VALUES = [

@@ -198,7 +198,7 @@ TEMPLATES = [
 ROWS += [
     Mistake(
         "validate job.toml --set input.where.label=Positive",
-        "no row has what input.where asks for: label = 'Positive' (upper and lower case differ)",
+        "no row matches input.where: label = 'Positive' (upper and lower case differ)",
     ),
     Mistake(
         "run job.toml --set input.path=pipes.csv",

@@ -128,7 +128,7 @@ def job_table(path: Path) -> dict[str, Any]:
                 f" writes one); {QUOTE}"
             ) from None
         if isinstance(error, UnicodeDecodeError):
-            raise JobError(f"{path}: is not UTF-8 text; save it as UTF-8") from None
+            raise JobError(f"{path}: is not UTF-8 text; save the file as UTF-8") from None
         if isinstance(error, tomllib.TOMLDecodeError):
             problem = _problem_in(data.decode("utf-8-sig"), error)
             raise JobError(f"{path}: not valid TOML: {problem}") from None

@@ -162,8 +162,9 @@ def _seam_in(parts: Iterable[Any]) -> Seam | None:
 def _entry(annotation: Any) -> Any:
     """Return the type of the values in ``annotation``, a list or dict or a union with one; None for other types."""
     for part in (annotation, *get_args(annotation)):
-        if get_origin(part) in (list, dict):
-            return get_args(part)[-1]
+        bare = get_args(part)[0] if get_origin(part) is Annotated else part
+        if get_origin(bare) in (list, dict):
+            return get_args(bare)[-1]
     return None
 
 

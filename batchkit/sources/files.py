@@ -19,8 +19,8 @@ BLOCK_BYTES = 2**20
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")  # decompressed on the fly, by name, as fsspec does
 UTF8_BOM = b"\xef\xbb\xbf"
 NOT_TEXT = {  # first bytes of files that no text format can read
-    b"\xff\xfe": "is UTF-16 text; save it as UTF-8",
-    b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
+    b"\xff\xfe": "is UTF-16 text; save the file as UTF-8",
+    b"\xfe\xff": "is UTF-16 text; save the file as UTF-8",
     b"PAR1": 'is a Parquet file; set input.format = "parquet"',
     b"PK\x03\x04": "is a zip archive or an Excel workbook; unpack it, or name it .xlsx",
     b"\x1f\x8b": "is gzip-compressed; give its name the suffix .gz",
@@ -209,7 +209,7 @@ def _begin_text(path: str, file: io.BufferedReader[Any]) -> None:
         if start.startswith(magic):
             raise InputError(f"{path}: {problem}")
     if b"\0" in start:  # zero bytes are valid UTF-8, so they would get into prompts
-        raise InputError(f"{path}: has zero bytes, as UTF-16 text does; save it as UTF-8")
+        raise InputError(f"{path}: has zero bytes, as UTF-16 text does; save the file as UTF-8")
     if start.startswith(UTF8_BOM):
         file.read(len(UTF8_BOM))
 

@@ -378,7 +378,7 @@ def test_export_never_writes_over_a_file_of_the_run(option: str, path: str) -> N
         os.link(old, new)
     before = {file: file.read_bytes() for file in Path().rglob("*") if file.is_file()}
     done = batchkit("export", "job.toml", option, path).refused(1)
-    assert "is a file or the input of a run" in done
+    assert "belongs to a run, as one of its files or its input" in done
     assert {file: file.read_bytes() for file in Path().rglob("*") if file.is_file()} == before
 
 

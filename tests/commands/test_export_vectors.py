@@ -185,7 +185,7 @@ def test_vectors_of_several_lengths_are_lists() -> None:
     assert column.type == pa.list_(pa.float32())
     assert [len(vector) for vector in column.to_pylist()] == [8, 3, 8]
     done = batchkit("export", "--npy").refused()
-    assert "vectors of several lengths, but a matrix needs one" in done
+    assert "a matrix needs vectors of one length" in done
 
 
 def test_older_records_do_not_matter() -> None:
@@ -233,7 +233,9 @@ def test_export_never_writes_over_the_vectors(place: str) -> None:
     segment = segment_path(RUN, 0)
     os.link(segment, "linked.parquet")
     before = segment.read_bytes()
-    assert "is a file or the input of a run" in batchkit("export", "--parquet", place).refused(1)
+    assert "belongs to a run, as one of its files or its input" in batchkit(
+        "export", "--parquet", place
+    ).refused(1)
     assert segment.read_bytes() == before
 
 

@@ -162,7 +162,7 @@ def test_output_without_the_rows_of_another_run_is_refused(folder: Path) -> None
 def test_export_that_fails_keeps_the_run(folder: Path) -> None:
     assert run(*PROMPT).exit_code == 0
     result = run(*PROMPT, "--output", "output/rows-Small/results.jsonl").refused(1)
-    assert "is a file or the input of a run" in result
+    assert "belongs to a run, as one of its files or its input" in result
     assert len(read_jsonl(folder / "output/rows-Small/results.jsonl")) == 5
 
 

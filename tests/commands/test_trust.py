@@ -110,9 +110,9 @@ def test_what_only_a_run_folder_says_is_refused(
         commands += [("run", str(target)), ("plan", str(target))]
     for command in commands:
         found = batchkit(*command).refused()
-        assert "job.toml sets it differently, and batchkit does not trust a run folder" in found
+        assert "job.toml does not have the following settings, and batchkit does not trust" in found
         assert f"\n  {line}" in found
-        assert "allow it with --trust" in found
+        assert "allow them with --trust" in found
         assert not Path("ended").exists() | Path("imported").exists()
 
 
@@ -128,7 +128,10 @@ def test_retry_executes_what_the_job_file_still_says() -> None:
     assert not Path("stolen").exists() | Path("ended").exists()
     Path("job.toml").unlink()
     found = batchkit("retry-failed", str(RUN)).refused()
-    assert f"/{RUN}/job.toml sets it, and batchkit does not trust a run folder" in found
+    assert (
+        f"/{RUN}/job.toml has the following settings, and batchkit does not trust a run folder"
+        in found
+    )
     found = batchkit("retry-failed", str(RUN), "--trust")
     assert found.exit_code == 3
     assert Path("stolen").exists()

@@ -190,6 +190,8 @@ def test_wrong_member_of_a_list_is_named_by_its_place() -> None:
     assert line.startswith("prompt.images.1: found 7, ")
     (line,) = problems(retry={"temperatures": [1, -1]})
     assert line.startswith("retry.temperatures.1: found -1, ")
+    (line,) = problems(budget={"price_per_million_tokens": [False, 1.0]})
+    assert line.startswith("budget.price_per_million_tokens.0: found false, ")
 
 
 @pytest.mark.parametrize("name", ["a/b", "", ".hidden", "a b", "../x", "-x"])
@@ -505,7 +507,7 @@ def test_file_is_utf8_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfname = 'bom'\n[engine]\nkind = 'dry-run'\n")
     assert load_job(path).name == "bom"
     path.write_bytes("name = 'caf\u00e9'".encode("latin-1"))
-    assert refusal(lambda: load_job(path)) == f"{path}: is not UTF-8 text; save it as UTF-8"
+    assert refusal(lambda: load_job(path)) == f"{path}: is not UTF-8 text; save the file as UTF-8"
 
 
 # The job from Python

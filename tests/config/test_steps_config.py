@@ -93,7 +93,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [  # …: any text between, or behind 
     ({"steps": [step(extract="regex")]}, "steps.draft.extract.regex.pattern: this key is missing"),
     ({"steps": [step(), step("b", prompt={"system": "x"})]}, "steps.b.prompt: has no user"),
     ({"steps": [step(answer=False)]}, "steps: all steps have answer = false, but one step must"),
-    ({"steps": [step()], "prompt": USER}, "prompt.user: [[steps]] has its own prompts; leave it"),
+    (
+        {"steps": [step()], "prompt": USER},
+        "prompt.user: leave it out, because [[steps]] has its own prompts",
+    ),
     ({"steps": [step()], "output": {"parse": "json"}}, "output.parse: has no effect with"),
     (
         {"steps": [step(parse="json")], "sampling": NO_SCHEMA},
@@ -103,7 +106,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [  # …: any text between, or behind 
         {"steps": [step(prompt=FORCED, engine="judge")], "engines": {"judge": VLLM}},
         "steps.draft.prompt.tool_choice: forcing a call needs engine.tool_call_parser: set it to vL",
     ),
-    ({"steps": [step()], **REASK}, "retry.reask: no answer would be asked again, because all are"),
+    ({"steps": [step()], **REASK}, "retry.reask: has no effect, because all answers are accepted"),
     (
         {"steps": [step(extract="code", scorers=["chart"])]},
         "steps.draft.scorers: chart is computed after the run; put it into scoring.scorers",
@@ -122,12 +125,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [  # …: any text between, or behind 
     ({"steps": [step(engine="a.b")], "engines": {"a.b": DRY}}, "engines.'a.b': the name of an"),
     (
         {"steps": [step(engine="judge")], "engines": {"judge": SERVER}, "budget": GPU_HOURS},
-        "budget.price_per_gpu_hour: engines.judge is a server; set budget.price_per_million_tokens",
+        "budget.price_per_gpu_hour: does not apply to the server of engines.judge; set budget.price_per_million_tokens",
     ),
     ({"steps": [step()], "rollout": SOLVE}, "[rollout]: its function submits all generations of a"),
     (
         {"rollout": SOLVE, "scoring": {"extract": "number"}, **REASK},
-        "retry.reask: a rollout function does this itself; leave it out with [rollout]",
+        "retry.reask: has no effect with [rollout]",
     ),
 ]
 

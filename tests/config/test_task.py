@@ -31,9 +31,9 @@ SERVER = {"kind": "openai-server", "model": "m", "base_url": "http://localhost/v
     ("task", "tables", "expected"),
     [
         ("embedding", {}, 'task: found "embedding", expected "generate", "embed"'),
-        ("generate", {"pair": PAIR}, '[pair]: is for task = "score"; task is "generate"'),
+        ("generate", {"pair": PAIR}, '[pair]: is for task = "score", but task is "generate"'),
         ("generate", {"pooling": {"dimensions": 4}}, "[pooling]: is for pooling tasks"),
-        ("embed", {"pair": PAIR}, '[pair]: is for task = "score"; task is "embed"'),
+        ("embed", {"pair": PAIR}, '[pair]: is for task = "score", but task is "embed"'),
         ("embed", {"sampling": {"top_p": 0.5}}, f"[sampling]: {OF_GENERATE}"),
         ("embed", {"output": {"parse": "json"}}, f"output.parse: {OF_GENERATE}"),
         ("embed", {"retry": {"reask": 1, "reask_note": "Again."}}, f"retry.reask: {OF_GENERATE}"),
@@ -46,7 +46,11 @@ SERVER = {"kind": "openai-server", "model": "m", "base_url": "http://localhost/v
         ("token_classify", {"pooling": {"dimensions": 4}}, 'pooling.dimensions: is for task = "e'),
         ("score", {"pair": {"documents": "x"}}, "pair.query: is missing"),
         ("score", {"pair": {"query": "x"}}, "pair.documents: is missing"),
-        ("score", {"pair": PAIR, "prompt": {"user": "x"}}, 'prompt.user: task = "score" uses [p'),
+        (
+            "score",
+            {"pair": PAIR, "prompt": {"user": "x"}},
+            'prompt.user: task = "score" reads pair.query',
+        ),
         ("token_embed", {"engine": SERVER}, '"openai-server" does not support the task "token_em'),
         (
             "embed",

@@ -96,7 +96,7 @@ BAD = [
     Bad(
         {"params": {"structured_outputs": {"grammar": "root ::= root"}}},
         "invalid_request",
-        "unlike",
+        "no next token",
     ),
     Bad({"params": "{broken"}, "invalid_request", "sampling parameters"),
     Bad({"params": [1]}, "invalid_request", "sampling parameters"),

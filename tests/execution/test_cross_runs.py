@@ -217,7 +217,10 @@ def test_a_name_that_the_server_lacks_fails_its_rows(server: ChatServer) -> None
     failed = [record for record in read_jsonl(LOG) if record["status"] == "failed"]
     assert {record["id"][-1] for record in failed} == {"z"}
     assert failed[0]["error"]["kind"] == "invalid_request"
-    assert "prompt.lora: the server has no 'z': 404" in failed[0]["error"]["message"]
+    assert (
+        "prompt.lora: the server has no adapter 'z'; it answered 404"
+        in failed[0]["error"]["message"]
+    )
 
 
 def test_a_server_that_does_not_choose_by_name_ends_the_run(server: ChatServer) -> None:

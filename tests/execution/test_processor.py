@@ -103,7 +103,7 @@ def test_changed_job_names_the_arguments_that_decide() -> None:
 
 def test_a_changed_set_of_columns_is_named() -> None:
     processor().process([{"prompt": "a", "stars": 1}])
-    with pytest.raises(ChangedError, match="column 'label' added, column 'stars' gone"):
+    with pytest.raises(ChangedError, match="column 'label' added, column 'stars' removed"):
         processor().process([{"prompt": "a", "label": 1}])
 
 
@@ -131,7 +131,7 @@ def test_rows_from_python_are_retried_by_the_program() -> None:
     again = processor().retry({1: 1}, rows=rows)
     assert (again.skipped, again.ok, again.failed) == (1, 1, 1)
     assert [record["attempt"] for record in again.records()] == [1, 2]
-    with pytest.raises(BrokenInputError, match="1 rows have no record: the input had fewer rows"):
+    with pytest.raises(BrokenInputError, match="1 of the 1 rows to retry are not in the input"):
         processor().retry({7: 1}, rows=rows)
 
 

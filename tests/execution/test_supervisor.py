@@ -278,7 +278,7 @@ def test_an_engine_that_grew_too_large_is_replaced_between_rows() -> None:
     assert world.opened[:3] == [8, 8, 4], "the second time so soon, the batch is made smaller"
 
 
-NO_HELP = "a new engine already uses {} GiB (run.max_host_gb = 1.5): a restart would not help"
+NO_HELP = "a new engine already uses {} GiB (run.max_host_gb = 1.5): a restart would not help; raise run.max_host_gb"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import tomlkit
 from tests.support.command_line import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
 
-SEES = "a template sees the steps before its own: draft"
+SEES = "a template can use the steps before its own step: draft"
 ALL = "text, reasoning, tool_calls, json, choices, selected, votes, finish_reason, skipped, prediction"
 
 
@@ -34,12 +34,16 @@ def write_job(second: dict[str, Any], first: dict[str, Any] | None = None, **tab
 @pytest.mark.parametrize(
     ("key", "template", "found"),
     [
-        ("when", "{{ steps.darft.text }}", "steps.darft is no earlier step; did you mean 'draft'"),
-        ("when", "{{ steps.last.text }}", f"steps.last is no earlier step; {SEES}"),
+        (
+            "when",
+            "{{ steps.darft.text }}",
+            "steps.darft is not an earlier step; did you mean 'draft'",
+        ),
+        ("when", "{{ steps.last.text }}", f"steps.last is not an earlier step; {SEES}"),
         (
             "prompt.system",
             "{{ steps['revise']['text'] }}",
-            f"steps.revise is no earlier step; {SEES}",
+            f"steps.revise is not an earlier step; {SEES}",
         ),
         ("prompt.images.0", "{{ steps.draft.txt }}", "steps.draft has no 'txt'; did you mean 'te"),
         (

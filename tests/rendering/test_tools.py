@@ -158,7 +158,7 @@ def test_a_row_without_tools_is_sent_without(none: Any) -> None:
     assert (request.tools, request.tool_choice) == (None, None)
     message = refusal(RequestError, {"t": none}, prompt={**prompt, "tool_choice": "required"})
     assert message.startswith(
-        "prompt.tool_choice: is 'required', but the row has no tools; give it"
+        "prompt.tool_choice: is 'required', but the row has no tools; add tools to"
     )
 
 
@@ -269,8 +269,8 @@ def test_arguments_become_text_and_the_rows_own_are_not_changed() -> None:
     ("message", "words"),
     [
         ({"role": "assistant", "tool_calls": "x"}, "tool_calls is 'x', expected a list"),
-        ({"role": "assistant", "tool_calls": [1]}, "tool call 1, expected a function with"),
-        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "expected a function with name"),
+        ({"role": "assistant", "tool_calls": [1]}, "found the tool call 1, expected"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, 'expected {"function"'),
         ({"role": "tool", "content": None}, "content is None, expected text or parts"),
     ],
 )

@@ -292,19 +292,19 @@ BROKEN_LINES = [
     (b"[1, 2]", "expected a JSON object, found [1, 2]; fix or remove the line"),
     (b"null", "expected a JSON object, found None"),
     (b'"text"', "expected a JSON object, found 'text'"),
-    (b'{"a": "\xff"}', "not UTF-8: byte 0xff at byte 8; save it as UTF-8"),
+    (b'{"a": "\xff"}', "not UTF-8: byte 0xff at byte 8; save the file as UTF-8"),
     (b'{"n": ' + b"9" * 5000 + b"}", "Integer value out of range"),
     (b"[" * 5000, TOO_DEEP),
     (nested(200), TOO_DEEP),
     (nested(250, b'{"a": ', b"}"), TOO_DEEP),
 ]
 BROKEN_CELLS = [
-    (b"1", "line 4: 1 cells for 2 columns: ['1']"),
-    (b"1,2,3", "line 4: 3 cells for 2 columns: ['1', '2', '3']"),
-    (b'"x\ny"', "lines 4-5: 1 cells for 2 columns"),
+    (b"1", "line 4: found 1 cells for 2 columns: ['1']"),
+    (b"1,2,3", "line 4: found 3 cells for 2 columns: ['1', '2', '3']"),
+    (b'"x\ny"', "lines 4-5: found 1 cells for 2 columns"),
     (b"1,\xff", "line 4: not UTF-8 in column 'b'"),
     (b'"a"b,2', "line 4: ',' expected after '\"'; check the quotes in this line"),
-    (b"x" * 999, "…; put a cell that contains the separator in quotes"),
+    (b"x" * 999, "…; add the missing cells"),
 ]
 BROKEN_REQUESTS = [
     (b'{"body": {}}', "line 2: custom_id must be a text, found None"),
@@ -324,7 +324,7 @@ REQUEST = json.dumps(BATCH_LINE).encode()
         *(("x.jsonl", b'{"a": 1}\n', broken, b'\n{"a": 3}\n', {"a": [1, 3]}, problem) for broken, problem in BROKEN_LINES),
         *(("x.csv", b'a,b\n"1\n1",2\n', broken, b"\n3,4\n", {"b": ["2", 4]}, problem) for broken, problem in BROKEN_CELLS),
         *(("x.jsonl", REQUEST + b"\n", broken, b"\n" + REQUEST, {}, problem) for broken, problem in BROKEN_REQUESTS),
-        ("x.json", b'[{"a": 1}, ', b'"text"', b', {"a": 3}]', {}, "row 1 of the list: expected a JSON object, found 'text'"),
+        ("x.json", b'[{"a": 1}, ', b'"text"', b', {"a": 3}]', {}, "row 1 of the list (counted from 0): expected a JSON object, found 'text'"),
         ("x.json", b"[%b, " % nested(199), nested(200), b", %b]" % nested(199), {}, TOO_DEEP),
         ("x.txt", b"  Hi there \r\n\n", b"\xff", b"\n{not json}", {}, "line 3: not UTF-8: byte 0xff at byte 1"),
     ],

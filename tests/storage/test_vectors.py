@@ -229,7 +229,7 @@ def test_segment_without_the_vector_is_named(
     with pytest.raises(StoreError) as raised:
         Vectors(tmp_path).of(next(read_newest(tmp_path / RESULTS)))
     assert str(raised.value) == (
-        f"{segment_path(tmp_path, 0)}: {fault}; the record of row 0 names vector 0 of this file, with 4"
+        f"{segment_path(tmp_path, 0)}: {fault}; the record of row 0 names vector 0 of this file (counted from 0), with 4"
         " dimensions. Restore a copy of the file if there is one; otherwise the next start runs the rows"
         " without a vector again"
     )

@@ -104,7 +104,7 @@ def load_text(path: str, media: MediaTable) -> str:
     """
     data = _read(path, shown(path), media)
     if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
-        raise MediaError(f"{shown(path)}: is UTF-16 text; save it as UTF-8")
+        raise MediaError(f"{shown(path)}: is UTF-16 text; save the file as UTF-8")
     if b"\0" in data[:_BEGINNING]:
         raise MediaError(f"{shown(path)}: is not text: it has NUL bytes; save it as text, in UTF-8")
     return data.decode("utf-8-sig", errors="replace")

@@ -97,7 +97,9 @@ def test_the_harness_s_file_goes_where_it_is_asked_to(tmp_path: Path, realhit: P
 @pytest.mark.parametrize("name", ["", "mine.json"])
 def test_the_harness_s_checkpoint_never_takes_the_place_of_ours(realhit: Path, name: str) -> None:
     before = (realhit / "checkpoint.json").read_bytes()
-    with pytest.raises(StoreError, match=r"checkpoint\.json: is a file or the input of a run"):
+    with pytest.raises(
+        StoreError, match=r"checkpoint\.json: belongs to a run, as one of its files or its input"
+    ):
         export(realhit, Target("realhit", str(realhit / name)))
     assert (realhit / "checkpoint.json").read_bytes() == before
 
