@@ -194,7 +194,7 @@ def test_another_judge_needs_another_name(tmp_path: Path) -> None:
     ("tables", "words"),
     [
         ({"scoring": {"extract": "score", "scorers": []}}, "gives no scores"),
-        ({"name": "em"}, "its own score 'em'"),
+        ({"name": "em"}, "already has a score 'em'"),
         ({"input": {"cross": {"x": [1, 2]}}}, "input.cross"),
     ],
 )

@@ -195,7 +195,7 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
         ("a.json", '{\n  "results": [\n    {"id": 1},\n', "a.json: not JSON: "),
         ("a.jsonl", '{"id": "q1", "text": ' + "[" * 100_000, "a.jsonl line 1: nested more than"),
         ("a.json", '{"results": ' + "[" * 100_000, "a.json: not JSON: nested"),
-        ("a.json", "[3]", "a.json entry 0: found '3'"),
+        ("a.json", "[3]", "a.json entry 0 (counted from 0): found '3'"),
         ("a.json", "[]", "a.json: has no predictions"),
         (
             "a.jsonl",
@@ -275,7 +275,7 @@ def test_a_reference_run_that_can_t_serve_is_refused_before_anything_happens(
         run(job(tmp_path, twice, name="first", scoring={"extract": "number"}))
     reference = str(tmp_path / "output/first")
     scoring = {"extract": "number", "reference_run": reference, "scorers": ["em"]}
-    messages = {"missing": "no run there", "unread": "no prediction"}
+    messages = {"missing": "no run in this folder", "unread": "no prediction"}
     message = messages.get(problem, "names two of its")
     with pytest.raises(JobError, match=f"scoring.reference_run: .*{message}"):
         run(job(tmp_path, counted(2), scoring=scoring))

@@ -276,4 +276,4 @@ def test_it_ends_at_once_while_a_page_is_open(tmp_path: Path, signum: signal.Sig
 def test_a_host_that_is_not_this_machine_or_a_port_that_is_taken(view: Viewed, host: str) -> None:
     wanted = ("--host", host) if host else ("--port", view.url.rstrip("/").rpartition(":")[2])
     refused = batchkit("view", *wanted, "--no-browser").refused()
-    assert f"{' '.join(wanted)}: can't listen there" in refused
+    assert f"{' '.join(wanted)}: can't listen on this address" in refused

@@ -115,7 +115,7 @@ def test_a_server_that_answers_under_any_name_is_known_by_its_list_when_it_comes
         assert engine.poll(0.5) == []
         with serving(model=second, port=server.port) as again:
             if is_another:
-                with pytest.raises(EngineError, match="with another model"):
+                with pytest.raises(EngineError, match="the server's model has changed"):
                     collect(engine, 4)
                 assert again.answered.total() == 0
             else:

@@ -264,7 +264,7 @@ def test_an_unknown_model_stops_the_run_and_the_known_ones_are_listed() -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"api_key_env": "NO_SUCH_VARIABLE"}, r"NO_SUCH_VARIABLE \(engine.api_key_env\): it is not set"),
+        ({"api_key_env": "NO_SUCH_VARIABLE"}, r"NO_SUCH_VARIABLE \(engine.api_key_env\), which is not set"),
         ({"base_url": "{host}"}, "ends in /v1"),
         ({"base_url": "http://127.0.0.1:1/v1"}, r"http://127.0.0.1:1/v1: .*ConnectError.*start the server"),
     ],

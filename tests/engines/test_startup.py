@@ -92,7 +92,7 @@ def test_a_broken_model_is_named_in_one_paragraph(
         ("files in the disk cache and outgoing traffic has been disabled", "HF_HUB_OFFLINE for"),
         ("operator torchvision::nms does not exist", "batchkit doctor"),
         ("The NVIDIA driver on your system is too old", "batchkit doctor"),
-        ("Free memory on device is less than desired GPU memory utilization", "free it"),
+        ("Free memory on device is less than desired GPU memory utilization", "end them"),
         ("World size is larger than the number of available GPUs (1)", "tensor_parallel_size ×"),
         ("The quantization method awq is not supported for the current GPU.", "in another quant"),
         ("awq quantization is currently not supported in cpu.", "in another quantization"),

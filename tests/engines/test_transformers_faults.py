@@ -71,7 +71,9 @@ def test_a_batch_that_needs_too_much_memory_is_halved(
         assert opened.max_num_seqs == 8
     assert [(c.choices, c.usage) for c in done] == [(c.choices, c.usage) for c in expected]
     assert not any(c.error for c in done)
-    sizes = re.findall(r"out of memory.*: batches of up to (\d)$", caplog.text, re.MULTILINE)
+    sizes = re.findall(
+        r"out of memory.*: batches now have up to (\d) rows$", caplog.text, re.MULTILINE
+    )
     assert sizes == ["4", "2"]
 
 

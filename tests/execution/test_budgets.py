@@ -66,7 +66,7 @@ def test_tokens_are_a_budget_of_the_run_and_a_larger_one_continues_it() -> None:
     [
         (
             {"max_seconds": 1},
-            "stopping at budget.max_seconds = 1: up to 10 s for 12 rows in flight",
+            "stopping at budget.max_seconds = 1: waiting up to 10 s for 12 rows in flight",
         ),
         (
             {"max_price": 1, "price_per_gpu_hour": 3600},
@@ -139,7 +139,7 @@ def test_seconds_are_a_budget_of_each_start() -> None:
         found = run()
         assert (found.exit_code, found.json["stopped_by"]) == (1, "budget.max_seconds = 2")
         assert "budget.max_seconds = 2 for this start" in found.stderr
-        assert "the same command continues" in found.stderr
+        assert "run the same command to continue" in found.stderr
         assert done < found.json["ok"] < 200
         done = found.json["ok"]
     assert settled() == dict.fromkeys(range(done), "ok")

@@ -56,7 +56,7 @@ FAULTS = {
     "asks for an unknown engine": (
         "await generate('a', engine='x')",
         "invalid_request: ",
-        "engine is 'x', expected one of",
+        "engine is 'x', but the job has no [engines]",
     ),
     "asks for a wrong tool": (
         "await generate('a', tools=[{'type': 'function'}])",

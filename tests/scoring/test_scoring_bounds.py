@@ -50,7 +50,7 @@ def test_a_pattern_that_needs_too_much_leaves_its_row_unscored(
 ) -> None:
     found = scored(text, extract={"regex": {"pattern": pattern}}, scorers=["em", "f1"])
     assert found.scores == {"em": None, "f1": None}
-    assert f"the pattern {reason}" in str(found.unscored)
+    assert f"the pattern `{pattern}` {reason}" in str(found.unscored)
     sound = scored("the end", extract={"regex": {"pattern": r"\w+$"}}, scorers=["em"])
     assert sound.prediction == "end"
 

@@ -473,7 +473,7 @@ def test_a_key_has_limits(tmp_path: Path) -> None:
         client.files.delete(made.id)
         client.files.create(file=b"x" * 600, purpose="vision")
     file.write_text(file.read_text().replace("bytes=1000", "bytes=some"))
-    assert "line 1 is not" in batchkit("serve", *DRY, *keys, cwd=tmp_path).stderr
+    assert "line 1 is not a key" in batchkit("serve", *DRY, *keys, cwd=tmp_path).stderr
 
 
 @pytest.mark.release

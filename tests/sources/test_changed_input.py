@@ -326,7 +326,7 @@ def test_rows_to_retry_that_are_not_in_the_input_are_missed() -> None:
     write_job()
     processor = ProductionBatchProcessor(Path("job.toml"), quiet=True)
     with pytest.raises(
-        BrokenInputError, match="2 rows have no record: the input had fewer rows"
+        BrokenInputError, match="2 of the 3 rows to retry are not in the input"
     ) as stop:
         processor.retry({3: 0, 5: 0, 6: 0})
     assert stop.value.exit_code == 1
