@@ -349,8 +349,8 @@ def _media_root(job: JobConfig, base: Path, rows: InputTable) -> str:
     charts = [table.scorers.get("chart", {}) for table in job.scoring.tables]
     if job.scoring.allow_code and any(chart.get("table") for chart in charts):
         raise JobError(
-            f"scoring.scorers.chart.table: tables are read from a folder, but media.root is {bare(root)};"
-            " set media.root to a folder that holds them, or leave the table out"
+            f"scoring.scorers.chart.table: tables can be read only from a local folder, but media.root is {bare(root)};"
+            " set media.root to a local folder that holds them, or remove scoring.scorers.chart.table"
         )
     return root
 

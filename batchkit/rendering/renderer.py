@@ -375,8 +375,8 @@ class PromptRenderer:
             return pair_of(self.templates, fields, self._part)
         if "body" not in fields:
             raise TemplateError(
-                "nothing to compare: set pair.query and pair.documents, or give each row a body; the row has"
-                f" {', '.join(map(str, fields)) or 'no fields'}"
+                'nothing to compare: set pair.query and pair.documents, or give each row a field "body" with a query and'
+                f" documents, as in a request to /v1/rerank; the fields of the row are {[*map(str, fields)]}"
             )
         query, documents, is_list = sides_of(fields["body"])
         loaded_documents = [with_parts(document, self._part) for document in documents]

@@ -109,13 +109,13 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _message(item: Any, place: str) -> dict[str, Any]:
     kind = item.get("type") or "message" if isinstance(item, Mapping) else None
     if kind == "message" and isinstance(item.get("role"), str):
-        return {"role": item["role"], "content": _content(item.get("content"), place)}
+        return {"role": item["role"], "content": _content(item.get("content"), f"{place}.content")}
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind == "function_call_output":
-        content = _content(item.get("output"), place)
+        content = _content(item.get("output"), f"{place}.output")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
     raise RequestError(
         f"{place}: found {shown(item)}, expected a message (role and content), a function_call or a"
@@ -127,7 +127,7 @@ def _content(content: Any, place: str) -> Any:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"{place}: content is {shown(content)}, expected text or parts")
+        raise RequestError(f"{place}: found {shown(content)}, expected a text or a list of parts")
     return [_part(part, place) for part in content]
 
 

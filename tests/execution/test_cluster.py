@@ -187,7 +187,11 @@ def test_sigint_stops_all_workers_and_keeps_what_is_finished(
             wait_for_records(tmp_path, 4)
             workers = ray_head.workers()
             process.send_signal(signal.SIGINT)
-            until(lambda: "stopping: up to" in (tmp_path / "output/faulty/run.log").read_text())
+            until(
+                lambda: (
+                    "stopping: waiting up to" in (tmp_path / "output/faulty/run.log").read_text()
+                )
+            )
             ended.set()
             stdout, stderr = process.communicate(timeout=90)
     summary = json.loads(stdout)

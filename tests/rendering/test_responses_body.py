@@ -127,7 +127,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "json_schema with a schema"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "body.input[0]: found"),
     ({"input": [USER, "tea"]}, "body.input[1]: found 'tea', expected a message"),
-    ({"input": [{"role": "user"}]}, "body.input[0]: content is None"),
+    ({"input": [{"role": "user"}]}, "body.input[0].content: found None"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "part {'type': 'input_file'}"),
     ({"input": [{"role": "user", "content": [image(image_url=None)]}]}, "an image_url"),
 ]  # fmt: skip

@@ -271,7 +271,7 @@ def test_arguments_become_text_and_the_rows_own_are_not_changed() -> None:
         ({"role": "assistant", "tool_calls": "x"}, "tool_calls is 'x', expected a list"),
         ({"role": "assistant", "tool_calls": [1]}, "found the tool call 1, expected"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, 'expected {"function"'),
-        ({"role": "tool", "content": None}, "content is None, expected text or parts"),
+        ({"role": "tool", "content": None}, "content is None, expected a text or a list of parts"),
     ],
 )
 def test_wrong_tool_calls_fail_their_row(message: Any, words: str) -> None:
