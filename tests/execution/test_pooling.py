@@ -308,7 +308,7 @@ def test_lines_that_the_job_can_answer_may_come_last(first: int) -> None:
 def test_rows_without_a_body_need_a_pair() -> None:
     write("score", {"q": "tea", "d": "one"})
     assert run().exit_code == 3
-    assert "set pair.query and pair.documents, or give each row a body" in errors()[0]
+    assert "set pair.query and pair.documents, or give each row a field" in errors()[0]
 
 
 def test_templates_may_read_a_body_of_any_task() -> None:
