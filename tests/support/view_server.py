@@ -54,6 +54,7 @@ def viewing(*args: str | Path, cwd: Path, port: int = 0) -> Iterator[Viewed]:
         url = process.stdout.readline().strip()
         assert url.startswith("http://"), process.communicate(timeout=30)[1]
         with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            client.get("/")  # the event loop runs: a signal before that leaves half a loop
             yield Viewed(process, url, client)
     finally:
         process.send_signal(signal.SIGINT)
