@@ -136,7 +136,9 @@ def _loaded(message: Any, load: Load) -> Message:
     if content is None and message["role"] == "assistant":
         return {**message, "content": None}  # OpenAI's form of a message with only tool calls
     if not isinstance(content, str | list):
-        raise RequestError(f"messages: content is {shown(content)}, expected a text or a list of parts")
+        raise RequestError(
+            f"messages: content is {shown(content)}, expected a text or a list of parts"
+        )
     return (
         message if isinstance(content, str) else {**message, "content": with_parts(content, load)}
     )
