@@ -211,7 +211,7 @@ class Forgetful:
 
 def tuned(device: Device, random: Random) -> Tuned:
     @contextmanager
-    def trials_of(job: JobConfig, rows: int | None) -> Iterator[Simulated]:
+    def trials_of(job: JobConfig, rows: int | None, command: str) -> Iterator[Simulated]:
         yield Simulated(device, random)
 
     room = "batchkit.commands.tuning."

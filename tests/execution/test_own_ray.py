@@ -157,7 +157,7 @@ def test_one_process_may_start_ray_more_than_once(one_row: list[str], tmp_path: 
         "    assert processor.process(name=name).ok == 1\n"
         "assert 'RAY_AUTH_MODE' not in os.environ  # a child could join no Ray without tokens\n"
     )
-    Path("twice.toml").write_text(Path("job.toml").read_text() + "[run]\nworkers = 1\n")
+    Path("twice.toml").write_text(Path("job.toml").read_text() + "[workers]\ncount = 1\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=200)
 
