@@ -6,7 +6,6 @@ run's process and for every process that it starts.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from batchkit.commands.demo_model import PACKAGES
+from tests.support.dry_runs import reductions
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
 
@@ -145,5 +145,4 @@ def test_a_launcher_that_does_not_start_says_its_own_error(
     assert "engine.log" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert "out of memory" not in ended.stderr
-    manifest = json.loads((tmp_path / "output/job/manifest.json").read_text())
-    assert manifest["engine_reductions"] == [], "no setting would help"
+    assert reductions(tmp_path / "output/job") == [], "no setting would help"

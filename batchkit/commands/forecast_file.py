@@ -17,6 +17,7 @@ from batchkit.runs.status import counts_of
 from batchkit.storage.files import disk_errors, write_atomically
 from batchkit.storage.identity import hash_of
 from batchkit.storage.manifest import read_manifest
+from batchkit.storage.starts import read_history
 
 if TYPE_CHECKING:
     from batchkit.execution.summary import RunSummary
@@ -75,7 +76,7 @@ def turned_out(job: JobConfig, summary: RunSummary) -> str | None:
     counts = counts_of(job.folder)
     if not found["left"] or counts.totals.ok + counts.totals.failed < found["rows"]:
         return None
-    seconds = [start.seconds for start in read_manifest(job.folder).starts[found["starts"] :]]
+    seconds = [start.seconds for start in read_history(job.folder).starts[found["starts"] :]]
     tokens = tokens_of(counts.tokens.completion_tokens)
     parts = [f"{tokens} completion tokens, forecast {shown(found['completion_tokens'], tokens_of)}"]
     if None not in seconds:

@@ -30,10 +30,11 @@ from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import Ledger, RecordLine, raw_line, rewritten
 from batchkit.storage.lines import failure_kind, whole_record
 from batchkit.storage.log import RESULTS, log_of, read_generations
-from batchkit.storage.manifest import Manifest, StartNote, read_manifest
+from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.newest_lines import NewestLine, NewestLog
 from batchkit.storage.runfolder import JOB, claim
 from batchkit.storage.score_store import SCORES, join_scores, write_scores
+from batchkit.storage.starts import History, StartNote, read_history
 from batchkit.storage.steps import GenerationLine, fresh_line
 from batchkit.storage.vectors import Vectors
 from batchkit.types import utc_now
@@ -102,6 +103,7 @@ class _MergedRun(NamedTuple):
 
     folder: Path
     manifest: Manifest
+    history: History
     job: JobConfig
     log: NewestLog
     picked: IndexSet
@@ -179,7 +181,9 @@ def merge(runs: Sequence[Path], into: Path, *, partial: bool = False) -> Merged:
             check_log(folder)
             log = held.enter_context(closing(NewestLog(log_of(folder))))
             job = job_of_run(folder)
-            parts.append(_MergedRun(folder, read_manifest(folder), job, log, IndexSet()))
+            history = read_history(folder)
+            manifest = history.added_to(read_manifest(folder))
+            parts.append(_MergedRun(folder, manifest, history, job, log, IndexSet()))
         _check_same_job(parts)
         _check_same_vectors(parts)
         there = IndexSet(row for part in parts for row in part.log.rows.tolist())
@@ -308,7 +312,8 @@ def _write(into: Path, parts: Sequence[_MergedRun], there: IndexSet, merged: Mer
             scores = join_scores(runs, [part.picked for part in parts])
             write_scores(folder, scores, before=lambda: None)
         write_job(folder, job)
-        _manifest(folder, newest, parts, job, merged).write(folder)
+        _manifest(newest, parts, job, merged).write(folder)
+        _history(folder, newest, parts, job, merged).write(folder)
 
 
 def _records(parts: Sequence[_MergedRun], merged: Merged) -> Iterator[RecordLine]:
@@ -343,22 +348,9 @@ def _generations(parts: Sequence[_MergedRun], settled: IndexSet) -> Iterator[Gen
 
 
 def _manifest(
-    folder: Path, newest: _MergedRun, parts: Sequence[_MergedRun], job: JobConfig, merged: Merged
+    newest: _MergedRun, parts: Sequence[_MergedRun], job: JobConfig, merged: Merged
 ) -> Manifest:
-    """Return the manifest of the merged run: a copy of the newest run's, with the starts of all runs and of the merge.
-    The merge's start has the package versions of the newest start, because these packages made the answers."""
-    starts = [
-        start.model_copy(update={"run": str(part.folder)})
-        for part in parts
-        for start in part.manifest.starts
-    ]
-    starts.sort(key=lambda start: start.started_at)
-    last: dict[str, Any] = {"ended_at": utc_now(), "exit": merged.exit_code, "seconds": 0.0}
-    if starts:
-        last["versions"] = starts[-1].versions
-    starts.append(StartNote.now("merge").model_copy(update=last))
-    ways = {part.manifest.scoring for part in parts}
-    in_one_way = ways == {scoring_of(job)} and all(is_scored(part.folder, job) for part in parts)
+    """Return the manifest of the merged run: a copy of the newest run's, with what is known of all runs."""
     oldest_first = (
         _identity_without_shard(part.manifest) for part in sorted(parts, key=_last_start)
     )
@@ -366,16 +358,42 @@ def _manifest(
         "name": job.name,
         "created_at": utc_now(),
         "identity": reduce(continued, oldest_first),
-        "total": merged.total,
-        "skipped_elsewhere": 0,
-        "scoring": scoring_of(job) if in_one_way or not job.scoring.is_on else None,
-        "scored_from": scored_from(folder, job) if in_one_way else None,
-        "judged": [*dict.fromkeys(name for part in parts for name in part.manifest.judged)],
-        "starts": starts,
         "merged_from": merged.runs,
     }
     return newest.manifest.model_copy(update=update)
 
 
+def _history(
+    folder: Path, newest: _MergedRun, parts: Sequence[_MergedRun], job: JobConfig, merged: Merged
+) -> History:
+    """Return the history of the merged run: the newest run's, with the starts of all runs and of the merge.
+
+    The merge's start has the package versions of the newest start, because these packages made the answers.
+    """
+    starts = [
+        start.model_copy(update={"run": str(part.folder)})
+        for part in parts
+        for start in part.history.starts
+    ]
+    starts.sort(key=lambda start: start.started_at)
+    last: dict[str, Any] = {"ended_at": utc_now(), "exit": merged.exit_code, "seconds": 0.0}
+    if starts:
+        last["versions"] = starts[-1].versions
+    starts.append(StartNote.now("merge").model_copy(update=last))
+    ways = {part.history.scoring for part in parts}
+    in_one_way = ways == {scoring_of(job)} and all(is_scored(part.folder, job) for part in parts)
+    update = {
+        "starts": starts,
+        "total": merged.total,
+        "skipped_elsewhere": 0,
+        "scoring": scoring_of(job) if in_one_way or not job.scoring.is_on else None,
+        "scored_from": scored_from(folder, job) if in_one_way else None,
+        "judged": [*dict.fromkeys(name for part in parts for name in part.history.judged)],
+        "found": {},  # the merged manifest has them
+        "input": None,
+    }
+    return newest.history.model_copy(update=update)
+
+
 def _last_start(part: _MergedRun) -> str:
-    return max((start.started_at for start in part.manifest.starts), default="")
+    return max((start.started_at for start in part.history.starts), default="")

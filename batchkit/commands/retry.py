@@ -23,9 +23,9 @@ from batchkit.storage.identity import differences, identity
 from batchkit.storage.job_toml import job_of_run, with_secrets_of, without_masked
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.log import RESULTS
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import JOB
+from batchkit.storage.starts import current_manifest
 
 _LETHAL = (EngineCrashError.kind, RowOutOfMemoryError.kind)
 
@@ -69,13 +69,13 @@ def retry_failed(
     """Retry rows whose newest record is a failure, or an answer without text (failure kind ``empty``).
 
     - ``kinds``: retry only these failure kinds.
-    - ``overrides``: settings for this start only; the manifest records them.
+    - ``overrides``: settings for this start only; the start's note records them.
     - ``job_file``: the user's job file. Only its secrets are used, because the run's ``job.toml`` has none; ``say``
       reports other differences. Without it, secrets come from ``overrides`` or the environment.
     - ``trust``: allow the job to execute code, import functions and send keys (see ``vouched``).
     """
     _check_overrides(overrides, folder)
-    then = read_manifest(folder).identity
+    then = current_manifest(folder).identity
     check_log(folder)
     due = due_rows(folder, kinds)
     if not due.attempts:

@@ -16,8 +16,8 @@ from batchkit.config.loading import load_job
 from batchkit.config.masking import masked
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
-from batchkit.storage.manifest import place_of_job, read_manifest
-from batchkit.storage.runfolder import JOB, is_of_run, is_run
+from batchkit.storage.runfolder import JOB, is_of_run
+from batchkit.storage.starts import place_of_job, read_history
 
 
 def vouched(
@@ -35,7 +35,7 @@ def vouched(
     - ``of``: consider only side effects whose key starts with one of these prefixes.
     - ``trust``: allow all side effects.
     - ``fresh``: a new run begins, so no earlier host is known.
-    - ``named``: for the job of a run folder, the user's job file; by default the one in the manifest. Keys of
+    - ``named``: for the job of a run folder, the user's job file; by default the one that the last start used. Keys of
       ``OPTIONAL`` that this file does not set are left out.
     - ``overrides``: the settings of the command line.
 
@@ -105,7 +105,7 @@ def _with_optional(
 
 def _check_hosts(folder: Path, due: Sequence[Doing]) -> None:
     sent = [doing for doing in due if doing.host is not None]
-    recorded = read_manifest(folder).hosts if sent and is_run(folder) else {}
+    recorded = read_history(folder).hosts if sent else {}
     for doing in sent:
         host = recorded.get(doing.keys[0].removesuffix(".base_url"), doing.host)
         if host != doing.host:

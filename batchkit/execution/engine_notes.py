@@ -1,4 +1,4 @@
-"""Notes about a run's engines: lines for the log, and entries in the manifest, which ``status`` and the next start
+"""Notes about a run's engines: lines for the log, and entries in ``starts.jsonl``, which ``status`` and the next start
 read."""
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import check_found, names_same_model
-from batchkit.storage.manifest import forget_other_reductions
+from batchkit.storage.starts import Reductions
 
 
 class EngineNotes:
-    """The receiver of engine events in one start. It writes them to the screen and to the manifest."""
+    """The receiver of engine events in one start. It writes them to the screen and to the run's history."""
 
     def __init__(self, start: Start, run: OpenRun, tasks: Tasks, screen: Screen) -> None:
         self._job, self._run, self._tasks, self._screen = start.job, run, tasks, screen
-        manifest, ledger = run.manifest, run.ledger
+        ledger, known = run.ledger, run.starts.history.added_to(run.manifest).identity
         # False if ``--set`` gives a retry another model.
-        self._is_runs_own = names_same_model(manifest.identity, start.identity)
+        self._is_runs_own = names_same_model(known, start.identity)
         has_answers = ledger.totals.records > 0 or ledger.steps.spent.generations > 0
         is_bound = self._is_runs_own and has_answers
-        self._found: Mapping[str, Any] = manifest.identity if is_bound else {}
+        self._found: Mapping[str, Any] = known if is_bound else {}
         self._restarts = Counter[tuple[int, str]]()
 
     def hear(self, event: Event) -> None:
@@ -36,14 +36,15 @@ class EngineNotes:
                 self._screen.say(text)
             case EngineLine(text):
                 self._screen.say(text)
-                self._run.manifest.last_start.note_event(text)
+                self._run.starts.add_event(text)
                 self._run.save()
             case Note(text):
                 self._screen.note(text)
             case Found(found):
                 self._found = check_found(self._found, found)
                 if self._is_runs_own:
-                    self._run.manifest.identity |= {key: self._found[key] for key in found}
+                    then, now = self._run.starts.history.found, self._found
+                    self._run.starts.learn(found={**then, **{key: now[key] for key in found}})
                     self._run.save()
             case EngineHistory():
                 self._remember(event)
@@ -56,15 +57,18 @@ class EngineNotes:
         """
         found = dict[str, EngineHistory]()
         for name in names:
-            noted = self._run.manifest.notes_of(name)
-            options = self._job.with_engine(name).engine.options
-            if forget_other_reductions(noted, input_hash(options)):
+            noted = self._run.starts.history.reductions.get(name, Reductions())
+            options = input_hash(self._job.with_engine(name).engine.options)
+            if noted.options and noted.made_from != options:
+                noted = Reductions()
+                known = self._run.starts.history.reductions
+                self._run.starts.learn(reductions={**known, name: noted})
                 self.hear(
                     Line(
                         "the engine options have changed, so the settings that an earlier start reduced because memory ran out are not used"
                     )
                 )
-            found[name] = EngineHistory(0, list(noted.engine_reductions), name)
+            found[name] = EngineHistory(0, noted.options, name)
         return found
 
     def announce(self, names: Sequence[str], *, reused: Collection[str]) -> None:
@@ -89,17 +93,19 @@ class EngineNotes:
 
     def note_versions(self, versions: Mapping[str, Mapping[str, str]]) -> None:
         """Record the versions that the engines report, keyed by engine name."""
-        start = self._run.manifest.last_start
+        starts = self._run.starts
         named = {name: dict(of) for name, of in versions.items()}
         if "" in named:
-            start.engine = named.pop("")
-        if named:
-            start.engines = {**start.engines, **named}
+            starts.note(engine=named.pop(""))
+        starts.note(engines={**starts.last.engines, **named})
 
     def _remember(self, history: EngineHistory) -> None:
-        """Write an engine's restarts and reduced settings to the manifest, after the engine died."""
-        manifest = self._run.manifest
+        """Note an engine's restarts and reduced settings, after the engine died."""
+        starts, name = self._run.starts, history.engine
         self._restarts[self._tasks.turns.number, history.engine] = history.restarts
-        manifest.last_start.engine_restarts = self._restarts.total()
-        noted = manifest.notes_of(history.engine)
-        noted.engine_reductions = [dict(reduction) for reduction in history.reductions]
+        starts.note(engine_restarts=self._restarts.total())
+        reduced = Reductions(
+            options=[dict(reduction) for reduction in history.reductions],
+            made_from=input_hash(self._job.with_engine(name).engine.options),
+        )
+        starts.learn(reductions={**starts.history.reductions, name: reduced})

@@ -26,6 +26,9 @@ from batchkit.storage.ledger import RecordLine
 from batchkit.storage.log import RESULTS
 
 WorkerPool = Worker | RayPool
+_NOTE_SHARE = (
+    0.005  # interval between notes of a start's progress, as a share of its duration so far
+)
 _BEGUN = {
     "generate": "generating",
     "embed": "embedding",
@@ -56,7 +59,8 @@ class Loop:
         self._loads_s: list[float] = []
         self._seconds = 0.0
         self._retried = 0
-        self._next_sync = 0.0
+        self._next_sync = self._next_note = 0.0
+        self._began = time.monotonic()
 
     def run(self) -> Outcome:
         """Run all pending rows until each is settled or the start must stop. Return the outcome."""
@@ -142,8 +146,7 @@ class Loop:
             took = self._run.ledger.sync()
             interval = max(self._start.job.run.checkpoint_interval_s, 50 * took)
             self._next_sync = now + took + interval
-            if self._note_workers(pool) | self._stop.note_gpus() | self._note_total():
-                self._run.save()
+            self._note_progress(pool)
 
     def _announce(self) -> None:
         """Log how many rows earlier starts have done, and the budgets of this start."""
@@ -153,19 +156,25 @@ class Loop:
         if budgets := self._stop.budget_line():
             self._screen.say(budgets)
 
-    def _note_workers(self, pool: WorkerPool) -> bool:
-        """Copy the states of workers on Ray to the manifest, for ``status``; return False without such workers."""
+    def _note_workers(self, pool: WorkerPool) -> None:
+        """Note the states of workers on Ray, for ``status``."""
         if isinstance(pool, RayPool):
-            self._run.manifest.last_start.workers = pool.workers()
-        return isinstance(pool, RayPool)
+            self._run.starts.note(workers=pool.workers())
 
-    def _note_total(self) -> bool:
-        """Write the number of rows to the manifest once it is known, so that ``status`` need not count them."""
-        manifest = self._run.manifest
-        if manifest.total is not None or (total := self._tasks.total()) is None:
-            return False
-        manifest.total = self._tasks.input.source.sample_of or total
-        return True
+    def _note_progress(self, pool: WorkerPool) -> None:
+        """Note what later starts and ``status`` need to know of this start even if it is killed.
+
+        The number of rows is noted once, so that ``status`` need not count them. The other notes are repeated less
+        often the longer the start takes, so that ``starts.jsonl`` stays small.
+        """
+        if self._run.starts.history.total is None and (total := self._tasks.total()) is not None:
+            self._run.starts.learn(total=self._tasks.input.source.sample_of or total)
+        if (now := time.monotonic()) >= self._next_note:
+            self._next_note = now + _NOTE_SHARE * (now - self._began)
+            self._note_workers(pool)
+            if self._start.job.budget.price_per_gpu_hour is not None:
+                self._stop.note_gpus()
+        self._run.save()
 
     @contextmanager
     def _opened_pool(self, engines: Sequence[str]) -> Iterator[WorkerPool]:
@@ -258,10 +267,10 @@ class Loop:
             code = 1 if some_remain else 3 if run.ledger.totals.failed else 0
         totals, usage, before = run.ledger.totals, run.ledger.usage, self._tokens_before
         completion_tokens = usage.completion_tokens - before.completion_tokens
-        run.manifest.total = tasks.input.source.sample_of or total
-        run.manifest.skipped_elsewhere = tasks.elsewhere
-        run.manifest.last_start.exit = code
-        run.manifest.last_start.seconds = round(self._seconds, 3)
+        run.starts.learn(
+            total=tasks.input.source.sample_of or total, skipped_elsewhere=tasks.elsewhere
+        )
+        run.starts.note(exit=code, seconds=round(self._seconds, 3))
         price = self._stop.price()
         per_s = 1 / self._seconds if self._seconds else 0.0
         return RunSummary(

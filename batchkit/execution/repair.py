@@ -26,8 +26,8 @@ from batchkit.storage.log import (
     read_lines,
     with_pieces,
 )
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import Claim, claim
+from batchkit.storage.starts import current_manifest
 from batchkit.storage.steps import GenerationLine, fresh_line
 from batchkit.storage.vectors import Vectors
 from batchkit.types import COUNT_LIMIT, Record
@@ -53,7 +53,7 @@ def repair(folder: Path, media: Sequence[Path] = ()) -> str:
     """
     with claim(folder) as lock:
         finish_requeue(folder)
-        manifest = read_manifest(folder)
+        manifest = current_manifest(folder)
         return repair_held(folder, lock, lambda records: compare(folder, manifest, records, media))
 
 

@@ -1,7 +1,7 @@
 """``--on-change requeue``: moves the records of unchanged rows to a new log.
 
-Log, generations, checkpoint and manifest are replaced in one step. A repair replaces the logs in the same way. Vectors
-stay in their files; if a row gets another index, its vector is copied.
+Log, generations, checkpoint, manifest and history are replaced in one step. A repair replaces the logs in the same way.
+Vectors stay in their files; if a row gets another index, its vector is copied.
 
 The new files are first written to a folder next to the old ones. Renaming this folder to ``.requeue`` commits the
 change: from then on, the old files are not read. If this process is killed before it has moved the new files into
@@ -30,6 +30,7 @@ from batchkit.storage.log import REQUEUE, RESULTS, STEPS, read_generations
 from batchkit.storage.manifest import Manifest
 from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import MANIFEST
+from batchkit.storage.starts import STARTS, History
 from batchkit.storage.steps import GenerationLine, fresh_line, line_with
 from batchkit.storage.vectors import VECTORS, Vectors, segments_of
 from batchkit.types import Row
@@ -38,7 +39,13 @@ _UNFINISHED = f"{REQUEUE}.tmp"
 
 
 def requeue(
-    folder: Path, rows: Iterable[Row], manifest: Manifest, *, by_id: bool, keep_records: bool
+    folder: Path,
+    rows: Iterable[Row],
+    manifest: Manifest,
+    history: History,
+    *,
+    by_id: bool,
+    keep_records: bool,
 ) -> str:
     """Keep the records of rows that are still among ``rows``, under the rows' new indexes, and drop the other records.
 
@@ -46,7 +53,7 @@ def requeue(
     too. Generations of changed rows are kept, because such a row may make an equal request again. The old logs are kept
     next to the new ones. Memory: an index and one or two hashes per row.
 
-    - ``manifest``: becomes the run's manifest.
+    - ``manifest``, ``history``: replace those of the run.
     - ``keep_records``: False treats all rows as changed.
 
     Raises:
@@ -55,6 +62,7 @@ def requeue(
     with replacing_logs(folder, "requeue") as made:
         kept, dropped, reused = _copy(folder, made, _Rows(rows, by_id=by_id), keep_records)
         manifest.write(made)
+        history.write(made)
     aside = finish_requeue(folder)
     of_these = f" ({reused:,} of their generations can be used again)" if reused else ""
     return (
@@ -118,7 +126,7 @@ def finish_requeue(folder: Path) -> str | None:
                 (folder / name).rename(aside)
         if (made / RESULTS).exists():
             (folder / CHECKPOINT).unlink(missing_ok=True)  # it belongs to the old log
-        for name in (STEPS, RESULTS, CHECKPOINT, MANIFEST):
+        for name in (STEPS, RESULTS, CHECKPOINT, STARTS, MANIFEST):
             if (made / name).exists():
                 (made / name).replace(folder / name)
         sync_folder(folder)

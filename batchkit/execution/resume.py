@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from batchkit.config.doings import hosts_of
 from batchkit.config.masking import masked
 from batchkit.config.tables import JobConfig
 from batchkit.errors import (
@@ -33,20 +34,22 @@ from batchkit.runs.verify import Compared
 from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, input_changes
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
-from batchkit.storage.identity import CHANGING, differences
+from batchkit.storage.identity import (
+    CHANGING,
+    continued,
+    differences,
+    facts_of,
+    known_of,
+    scoring_of,
+)
 from batchkit.storage.job_toml import write_job
 from batchkit.storage.ledger import Ledger
 from batchkit.storage.lines import Generation
 from batchkit.storage.log import RESULTS, STEPS, LogLine, read_generations, read_lines
-from batchkit.storage.manifest import (
-    FileFingerprint,
-    Manifest,
-    StartNote,
-    read_manifest,
-    without_manifest,
-)
-from batchkit.storage.runfolder import Claim, claim, is_run, move_aside
+from batchkit.storage.manifest import FileFingerprint, Manifest, read_manifest, without_manifest
+from batchkit.storage.runfolder import Claim, claim, is_of_run, is_run, move_aside
 from batchkit.storage.score_store import SCORES
+from batchkit.storage.starts import History, StartLog, StartNote, current_manifest, read_history
 from batchkit.types import Record, Row, utc_now
 
 # Changes of these keys alter a row's requests or have no effect on answers, so a recorded answer to an equal request
@@ -58,23 +61,27 @@ _OF_REQUESTS = re.compile(
 
 
 class OpenRun(NamedTuple):
-    """A run folder that this process has locked and opened. ``messages``: log lines about what was done to open it."""
+    """A run folder that this process has locked and opened.
+
+    - ``manifest``: the job and the input with which the run began.
+    - ``starts``: what its starts have learned.
+    - ``messages``: log lines about what was done to open it.
+    """
 
     folder: Path
     ledger: Ledger
     manifest: Manifest
+    starts: StartLog
     messages: list[str]
-    lock: Claim
 
     def save(self) -> None:
-        """Write the manifest.
+        """Append what was noted in ``starts`` to its file.
 
         Raises:
             LostLockError: another process may hold the folder now; nothing is written.
             StoreError: the disk fails.
         """
-        self.lock.check()
-        self.manifest.write(self.folder)
+        self.starts.save()
 
 
 @contextmanager
@@ -108,17 +115,52 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
                     f"{folder}: another process began a run here while this one moved the earlier run"
                     " aside; wait until that run ends, then run the same command again"
                 )
-        manifest = new
-        if is_run(folder):
-            manifest = read_manifest(folder).renewed(new, has_records=_has_records(folder))
-        noted = StartNote.now(start.options.command, start.options.overrides)
-        manifest.starts.append(noted)
+        starts = StartLog(folder, lock)
+        manifest = _manifest_of(folder, new, starts)
+        starts.learn(**_facts_of(as_read, starts.history))
+        starts.begin(StartNote.now(start.options.command, start.options.overrides))
         write_job(folder, job)
         ledger = _open_ledger(folder, lock, messages)
-        run = OpenRun(folder, ledger, manifest, messages, lock)
+        run = OpenRun(folder, ledger, manifest, starts, messages)
         run.save()
-        with _closing(run, noted):
+        with _closing(run):
             yield run
+
+
+def _manifest_of(folder: Path, new: Manifest, starts: StartLog) -> Manifest:
+    """Return the manifest of the run in ``folder``, whose job and input are now those of ``new``.
+
+    A run with records keeps its manifest; differences that are allowed (a touched file, a model's commit) are noted in
+    ``starts``. A run without records gets the new manifest.
+    """
+    if not is_run(folder):
+        new.write(folder)
+        return new
+    manifest = read_manifest(folder)
+    then = starts.history.added_to(manifest)
+    if _has_records(folder):
+        known = facts_of(continued(then.identity, new.identity))
+        found = {key: names for key, names in known.items() if names != manifest.identity.get(key)}
+        starts.learn(found=found, input=None if new.input == manifest.input else new.input)
+        return manifest
+    starts.learn(found={}, input=None)
+    # A job that was read from its job.toml has masked secrets; keep their fingerprints.
+    renewed = manifest.renewed(new, known_of(new.identity, then.identity))
+    if renewed != manifest:
+        renewed.write(folder)
+    return renewed
+
+
+def _facts_of(job: JobConfig, then: History) -> dict[str, Any]:
+    """Return facts about a run that may change from start to start. ``then``: the history before this start."""
+    facts: dict[str, Any] = {"hosts": hosts_of(job), "total": None}
+    if job.made_in and not is_of_run(Path(job.made_in)):
+        facts["job_file"] = job.made_in
+    if not then.starts:
+        facts["scoring"] = scoring_of(job)
+    elif then.scoring != scoring_of(job):
+        facts["scoring"] = None  # mixed until all rows are scored again
+    return facts
 
 
 def _open_ledger(folder: Path, lock: Claim, messages: list[str]) -> Ledger:
@@ -155,8 +197,8 @@ def _import_what_writes(job: JobConfig) -> None:
 
 
 @contextmanager
-def _closing(run: OpenRun, start: StartNote) -> Iterator[None]:
-    """Close the ledger after the block, even after an error, and record in the manifest how this start ended.
+def _closing(run: OpenRun) -> Iterator[None]:
+    """Close the ledger after the block, even after an error, and note how this start ended.
 
     The error that ended the run is raised again. If closing fails as well (the disk may be full), the second error
     becomes a note on the first.
@@ -165,21 +207,21 @@ def _closing(run: OpenRun, start: StartNote) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, BatchkitError):
-            start.exit = error.exit_code
+            run.starts.note(exit=error.exit_code)
         elif isinstance(error, Interrupted):
-            start.exit = 128 + error.signum
+            run.starts.note(exit=128 + error.signum)
         try:
-            _close(run, start)
+            _close(run)
         except StoreError as also:
             if not isinstance(error, StoreError):
                 error.add_note(str(also))
         raise
     else:
-        _close(run, start)
+        _close(run)
 
 
-def _close(run: OpenRun, start: StartNote) -> None:
-    start.ended_at = utc_now()
+def _close(run: OpenRun) -> None:
+    run.starts.note(ended_at=utc_now())
     try:
         run.ledger.close()
     finally:
@@ -246,12 +288,13 @@ def _settle_changes(
     If the last start ended because the job was wrong, the user may have corrected a file that a row names. Such a
     change is not visible here, so ``on_change`` then applies even if no change is found.
     """
-    manifest, on_change = read_manifest(folder), options.on_change
+    manifest, history, on_change = current_manifest(folder), read_history(folder), options.on_change
     job_changes = differences(manifest.identity, new.identity)
     changes = job_changes + input_changes(manifest.input, new.input)
     if on_change == "requeue-input":
         on_change = "fail" if job_changes else "requeue"
-    was_wrong = options.attempts is None and manifest.last_start.exit == JobError.exit_code
+    last_exit = None if history.last_start is None else history.last_start.exit
+    was_wrong = options.attempts is None and last_exit == JobError.exit_code
     if not (changes or was_wrong) or not _has_records(folder):
         return False
     if why := _nothing_to_mix(folder, manifest, new):
@@ -286,12 +329,19 @@ def _settle_changes(
     rows = source.everything(lambda index: False) if holds or reuses else iter(())
     rows = _of_trusted_files(rows, manifest.input)
     check_log(folder)
-    renewed = manifest.renewed(new, has_records=holds)
-    renewed.skipped_elsewhere = 0  # the rows that were skipped may have changed, too
+    # Without kept records, facts of the models that answered them don't bind the run.
+    known = continued if holds else lambda then, now: known_of(now, then)
+    identity = known(manifest.identity, new.identity)
+    renewed = manifest.renewed(new, identity)
+    # The rows that were skipped may have changed, too.
+    forgotten: dict[str, Any] = {"found": {}, "input": None, "skipped_elsewhere": 0}
     if (folder / SCORES).exists():  # stored scores use the old indexes: score all rows again
-        renewed.scoring = None
+        forgotten["scoring"] = None
+    history = history.model_copy(update=forgotten)
     keeps = holds and is_answered
-    messages.append(requeue(folder, rows, renewed, by_id=source.has_ids, keep_records=keeps))
+    messages.append(
+        requeue(folder, rows, renewed, history, by_id=source.has_ids, keep_records=keeps)
+    )
     return False
 
 

@@ -54,7 +54,7 @@ class Screen:
         self._progress = Progress(start)
         self.say, self.note = self._progress.event, self._progress.note
         self.waiting = self._progress.waiting
-        self._log = MetricsLog(run.folder, is_lost=lambda: run.lock.is_lost, say=self.say)
+        self._log = MetricsLog(run.folder, is_lost=lambda: run.starts.lock.is_lost, say=self.say)
         self._machine = _MachineWatch()
         self._look_s = min(_LOOK_S, start.job.run.checkpoint_interval_s)
         self._next_look = self._next_record = 0.0
@@ -81,10 +81,10 @@ class Screen:
         self._progress.close()
 
     def _metrics(self, tasks: Tasks, load: Load, now: float) -> Metrics:
-        ledger, manifest, total = self._run.ledger, self._run.manifest, tasks.total()
+        ledger, starts, total = self._run.ledger, self._run.starts, tasks.total()
         return Metrics(
             at=utc_now(),
-            start=len(manifest.starts),
+            start=len(starts.history.starts),
             seconds=round(self._log.seconds_before + now - self._began, 3),
             rows_ok=ledger.totals.ok,
             rows_failed=ledger.totals.failed,
@@ -92,7 +92,7 @@ class Screen:
             prompt_tokens=ledger.usage.prompt_tokens,
             completion_tokens=ledger.usage.completion_tokens,
             generations=ledger.steps.spent.generations,
-            engine_restarts=manifest.last_start.engine_restarts,
+            engine_restarts=starts.last.engine_restarts,
             host_bytes=self._machine.host_bytes,
             gpus=self._machine.gpus,
             kv_cache_usage=round(load.kv_cache_usage, 4),

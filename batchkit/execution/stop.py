@@ -118,7 +118,7 @@ class Stop:
         self.request = request
         self.by: str | None = None
         self._job, self._run, self._say = start.job, run, say
-        self._gpu_seconds_before = sum(earlier.gpu_seconds for earlier in run.manifest.starts)
+        self._gpu_seconds_before = sum(earlier.gpu_seconds for earlier in run.starts.history.starts)
         self._is_announced = False
 
     def budget_line(self) -> str:
@@ -134,11 +134,9 @@ class Stop:
         gpu_seconds = self._gpu_seconds_before + self._job.gpus * self._seconds
         return self._job.budget.price_of(self._tokens(unfinished_tokens), gpu_seconds)
 
-    def note_gpus(self) -> bool:
-        """Write the GPU seconds of this start to the manifest object. Return True if the price depends on them, so that
-        the manifest must be saved."""
-        self._run.manifest.last_start.gpu_seconds = round(self._job.gpus * self._seconds, 3)
-        return self._job.budget.price_per_gpu_hour is not None
+    def note_gpus(self) -> None:
+        """Note the GPU seconds of this start."""
+        self._run.starts.note(gpu_seconds=round(self._job.gpus * self._seconds, 3))
 
     def check_budgets(self, unfinished_tokens: int = 0) -> bool:
         """Set ``by`` if a budget is used up. Return whether a budget or a signal forbids taking new rows.

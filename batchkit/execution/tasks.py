@@ -60,7 +60,7 @@ class Tasks:
         again = sum(map(totals.is_settled, self._attempts))
         self.resumed = totals.ok + totals.failed - again
         self._rows: Iterator[Row] = iter(())
-        self.elsewhere = run.manifest.skipped_elsewhere if start.is_retry else 0
+        self.elsewhere = run.starts.history.skipped_elsewhere if start.is_retry else 0
         self.settled = self.failed = 0
         looks = not (start.is_retry or totals.ok)
         self._first_failures = FirstFailures(start.job.run.check_rows if looks else 0)
@@ -72,9 +72,8 @@ class Tasks:
             rows = self._only(self._attempts)
         else:
             # Without --skip-from, this start also runs the rows that an earlier start skipped.
-            if self._run.manifest.skipped_elsewhere:
-                self._run.manifest.skipped_elsewhere = 0
-                self._run.save()
+            self._run.starts.learn(skipped_elsewhere=0)
+            self._run.save()
             rows = self._without_records()
         self._rows = self._first_failures.noting(rows)
         return next(self._ahead(), None)
@@ -113,18 +112,18 @@ class Tasks:
 
     def of_each_turn(self) -> Iterator[Sequence[str]]:
         """Yield the names of the engines to load next, until no row is paused."""
-        manifest, turns = self._run.manifest, self.turns
-        engines = turns.first(None if self._start.is_retry else manifest.turn)
+        starts, turns = self._run.starts, self.turns
+        engines = turns.first(None if self._start.is_retry else starts.history.turn)
         while True:
             if turns.are_several:
-                manifest.turn = engines[0]
+                starts.learn(turn=engines[0])
                 self._run.save()
             yield engines
             if not turns.n_paused:
                 break
             engines, due = turns.next()
             self._rows = self._only(due)
-        manifest.turn = None
+        starts.learn(turn=None)
 
     def of_turn(self) -> Iterator[Task]:
         """Return the tasks to run with the loaded engines, reordered within ``run.look_ahead`` rows."""
@@ -234,7 +233,7 @@ class WatchedInput:
     """The input ``source`` and the files that the prompts of all rows include, watched for changes while the run reads
     them.
 
-    A change is noted in the manifest. The next start then compares rows with their records.
+    A change is noted in the run's history. The next start then compares rows with their records.
     """
 
     def __init__(self, start: Start, run: OpenRun, source: Input) -> None:
@@ -285,7 +284,7 @@ class WatchedInput:
         check_unchanged(changed)
 
     def note_changes(self) -> None:
-        """Mark changed files in the manifest at the end of the start, so that the next start checks their rows."""
+        """Mark changed files in the run's history at the end of the start, so that the next start checks their rows."""
         is_over = self._all_read and not self._files_that_are_rows()
         changed = self._changed_prompts() if is_over else self.source.changes(False)
         self._distrust(changed.keys())
@@ -304,17 +303,19 @@ class WatchedInput:
         return {key: "its content" for key, was in then if now.get(key, was) != was}
 
     def _distrust(self, changed: Collection[str]) -> None:
-        """Mark changed files in the manifest, so that the next start does not trust the records.
+        """Mark changed files in the run's history, so that the next start does not trust the records.
 
         The next start compares rows of changed input files with their records, and refuses changed prompt files. The
         mark stays even if the files are changed back.
         """
-        manifest = self._run.manifest
+        starts = self._run.starts
         if prompts := {*changed} & {*self._start.prompt_files}:
-            files = manifest.identity.get("prompt.files", {})
-            manifest.identity["prompt.files"] = files | dict.fromkeys(prompts, CHANGING)
+            files = starts.history.found.get("prompt.files", {})
+            files = files | dict.fromkeys(prompts, CHANGING)
+            starts.learn(found={**starts.history.found, "prompt.files": files})
         if paths := {*changed} - prompts:
-            manifest.input = distrusted(manifest.input, paths)
+            files_then = starts.history.added_to(self._run.manifest).input
+            starts.learn(input=distrusted(files_then, paths))
 
 
 def _still_due(run: OpenRun, attempts: Mapping[int, int] | None) -> dict[int, int]:

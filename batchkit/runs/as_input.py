@@ -14,10 +14,10 @@ from batchkit.sources.fingerprint import changed_files
 from batchkit.sources.reader import Format, Found, Skip
 from batchkit.storage.checkpoint import check_log, read_checkpoint
 from batchkit.storage.log import RESULTS
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import SCORES, read_scored
+from batchkit.storage.starts import current_manifest, read_history
 
 _ALWAYS = ("id", "status", "text", "prediction", "scores", "fields")
 _IF_SET = (
@@ -86,7 +86,7 @@ def found(table: InputTable) -> tuple[list[str], str]:
 def _left_out(folder: Path, table: InputTable) -> str:
     """Return a note about rows of the run that this input skips. They are counted at the run's last checkpoint."""
     try:
-        total = read_manifest(folder).total
+        total = read_history(folder).total
     except StoreError as error:
         raise InputError(str(error)) from error
     checkpoint = read_checkpoint(folder)
@@ -116,7 +116,7 @@ def _lacking(folder: Path, table: InputTable) -> str:
     if first is not None and rows.row(first) is None:
         return f"{folder}: its rows have only the columns in the run's output.keep, because {rows.problem}"
     for path, how in changed_files(
-        InputTable(), read_manifest(folder).input, thorough=False
+        InputTable(), current_manifest(folder).input, thorough=False
     ).items():
         return (
             f"{path} has changed ({how}): rows that differ from those the run read have only the columns in the"

@@ -22,6 +22,7 @@ from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import differences
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.manifest import Manifest, read_manifest
+from batchkit.storage.starts import current_manifest, read_history
 
 TIE = 0.01  # a smaller gap in log-probability is a tie; bfloat16 needs more, for example 0.25
 _SHOWN_DIFFERENCES = 12
@@ -59,7 +60,7 @@ def compare(folders: Sequence[Path], *, tie: float = TIE) -> Comparison:
         )
     manifests = []
     for folder in folders:
-        manifests.append(read_manifest(folder))  # raises if the folder is not a run
+        manifests.append(current_manifest(folder))  # raises if the folder is not a run
         check_log(folder)
     names = _names(folders)
     group_by = job_of_run(folders[0]).scoring.group_by
@@ -75,7 +76,10 @@ def compare(folders: Sequence[Path], *, tie: float = TIE) -> Comparison:
         _compared(names[0], baseline, others, tie),
         rates={name: Rates.of(folder) for name, folder in zip(names, folders, strict=True)},
         warnings=_warnings(folders, names, manifests, group_by),
-        origins=dict(zip(names, map(origin, manifests), strict=True)),
+        origins={
+            name: origin(manifest, read_history(folder).starts)
+            for name, folder, manifest in zip(names, folders, manifests, strict=True)
+        },
     )
 
 
@@ -104,7 +108,7 @@ def compare_values(folder: Path) -> Comparison | None:
     return replace(
         compared,
         flips=[replace(flip, id=flip.id.removesuffix(of_first)) for flip in compared.flips],
-        origins={folder.name: origin(manifest)},
+        origins={folder.name: origin(manifest, read_history(folder).starts)},
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from batchkit.runs.answers import AnswerComparison
 from batchkit.runs.rates import Rates
 from batchkit.scoring.metrics import ALL, ScoreTable, head, markdown
 from batchkit.storage.manifest import Manifest
+from batchkit.storage.starts import StartNote
 
 RESAMPLES = 1000  # bootstrap resamples
 GRADED_STEP = 0.5  # of a score from 0 to 1: the change from which a graded score counts as flipped
@@ -226,9 +227,9 @@ def _rate_cells(found: Rates) -> list[str]:
     ]
 
 
-def origin(manifest: Manifest) -> list[str]:
+def origin(manifest: Manifest, starts: Sequence[StartNote]) -> list[str]:
     """Return the model (or the engine, without a model) and the time of the run."""
-    model, starts = manifest.model, manifest.starts
+    model = manifest.model
     name = model.name or manifest.identity.get("engine.kind", "")
     revision = f" at {model.revision}" if model.revision else ""
     time = when(starts[0].started_at, starts[-1].ended_at) if starts else ""

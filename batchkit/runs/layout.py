@@ -17,8 +17,8 @@ from batchkit.scoring import score_names
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import whole_record
 from batchkit.storage.log import RESULTS
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest_lines import NewestLog, read_newest
+from batchkit.storage.starts import read_history
 from batchkit.storage.vectors import Vectors, VectorType, segments_of
 
 EMBEDDING = "embedding"
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
             found[EMBEDDING] = Column(MATRIX if job.task in OF_TOKENS else VECTOR, (EMBEDDING,))
         if job.scoring.is_on:
             found["prediction"] = Column("string", ("prediction",))
-        for name in (*score_names(job.scoring), *read_manifest(folder).judged):
+        for name in (*score_names(job.scoring), *read_history(folder).judged):
             found[f"scores.{name}"] = Column("double", ("scores", name))
         for name, column in _step_columns(job).items():
             found[free_name(name, "steps.", found)] = column

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from glob import escape
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +23,9 @@ from batchkit.scoring.metrics import markdown
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
-from batchkit.storage.manifest import (
-    Manifest,
-    StartNote,
-    latest_run,
-    read_manifest,
-    without_manifest,
-)
+from batchkit.storage.manifest import Manifest, read_manifest, without_manifest
 from batchkit.storage.runfolder import LOCK, MANIFEST, held_by, is_run
+from batchkit.storage.starts import STARTS, History, StartNote, latest_run, read_history
 from batchkit.types import Usage, utc_now
 
 _MOST_LOOKS = 1_000  # runs whose status is kept in memory
@@ -39,16 +35,17 @@ _FINISHED = (0, 3)  # exit codes of runs in which every row has a record
 
 
 class Look(NamedTuple):
-    """The status and manifest of a run at one moment. ``limits``: the job's ``[budget]``."""
+    """The status, manifest and history of a run at one moment. ``limits``: the job's ``[budget]``."""
 
     status: Status
     manifest: Manifest
+    history: History
     limits: BudgetTable
 
     @property
     def state(self) -> str:
         """The state: "running", "finished", "failed to start" or "stopped"."""
-        now, last = self.status, self.manifest.starts[-1] if self.manifest.starts else None
+        now, last = self.status, self.history.last_start
         if now.held_by is not None:
             return "running"
         settled = now.ok + now.failed
@@ -60,19 +57,19 @@ class Look(NamedTuple):
 
     def summary(self) -> dict[str, Any]:
         """Return the run's entry in the list of runs."""
-        manifest = self.manifest
+        manifest, last = self.manifest, self.history.last_start
         return {
             **{name: getattr(self.status, name) for name in _COUNTS},
             "state": self.state,
             "budgets": [*self._budgets()],
-            "started_at": manifest.starts[-1].started_at if manifest.starts else None,
+            "started_at": last.started_at if last else None,
             "model": manifest.model.name,
             "kind": manifest.identity.get("engine.kind"),
         }
 
     def _budgets(self) -> Iterator[dict[str, Any]]:
         """Yield the used part of each limit of ``[budget]``. The seconds are those of the last start only."""
-        budget, starts, now = self.limits, self.manifest.starts, self.status
+        budget, starts, now = self.limits, self.history.starts, self.status
         tokens = Usage(now.prompt_tokens, now.completion_tokens)
         spent = {
             "max_seconds": _seconds_of(starts[-1], now.held_by is not None) if starts else None,
@@ -85,7 +82,7 @@ class Look(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return the dict of ``batchkit status --json`` with the state and all starts."""
-        starts = [*map(_start, range(1, len(self.manifest.starts) + 1), self.manifest.starts)]
+        starts = [*starmap(_start, enumerate(self.history.starts, 1))]
         return {**self.status.to_json(), "state": self.state, "starts": starts}
 
 
@@ -167,7 +164,9 @@ def look_at(folder: Path) -> Look:
     Raises:
         StoreError: The run can't be read.
     """
-    stamps = tuple(stamp_of(folder / name) for name in (MANIFEST, RESULTS, CHECKPOINT, LOCK))
+    stamps = tuple(
+        stamp_of(folder / name) for name in (MANIFEST, STARTS, RESULTS, CHECKPOINT, LOCK)
+    )
     try:
         return _look(folder, stamps, held_by(folder) is not None)
     except OSError as error:
@@ -176,7 +175,8 @@ def look_at(folder: Path) -> Look:
 
 @lru_cache(_MOST_LOOKS)
 def _look(folder: Path, stamps: tuple[Any, ...], is_held: bool) -> Look:
-    return Look(status(folder), read_manifest(folder), job_of_run(folder).budget)
+    manifest, history = read_manifest(folder), read_history(folder)
+    return Look(status(folder), manifest, history, job_of_run(folder).budget)
 
 
 def _cells(run: Mapping[str, Any]) -> list[str]:
@@ -261,4 +261,4 @@ def find_variants(target: str) -> list[Path]:
     if not is_folder_of_runs(folder):
         return []
     runs = (path.parent for path in folder.glob(f"[!.]*/{MANIFEST}"))
-    return sorted(runs, key=lambda run: (read_manifest(run).starts[0].started_at, run.name))
+    return sorted(runs, key=lambda run: (read_manifest(run).created_at, run.name))

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from batchkit.runs.status import counts_of
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import read_metrics
+from batchkit.storage.starts import read_history
 
 
 class Rates(NamedTuple):
@@ -32,7 +32,7 @@ class Rates(NamedTuple):
         starts = groupby(read_metrics(folder), key=lambda line: line.start)
         # The first line of a start is written when its engine is loaded.
         seconds = sum(lines[-1].seconds - lines[0].seconds for lines in ([*of] for _, of in starts))
-        gpu_seconds = sum(start.gpu_seconds for start in read_manifest(folder).starts)
+        gpu_seconds = sum(start.gpu_seconds for start in read_history(folder).starts)
         price = job_of_run(folder).budget.price_of(found.tokens, gpu_seconds)
         return cls(
             found.totals.ok,

@@ -22,7 +22,7 @@ from batchkit.rendering.media import load_clip_bytes, load_image, load_still
 from batchkit.rendering.media.source import shown
 from batchkit.sources.finding import input_files
 from batchkit.storage.job_toml import job_of_run, without_masked
-from batchkit.storage.manifest import place_of_job
+from batchkit.storage.starts import place_of_job
 
 _Loaded = TypeVar("_Loaded")
 ROW_S = 5.0  # time limit for a template, in seconds

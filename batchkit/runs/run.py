@@ -32,6 +32,7 @@ from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import Manifest, read_manifest
 from batchkit.storage.newest_lines import Generations, NewestLog
 from batchkit.storage.score_store import read_scored, scored
+from batchkit.storage.starts import History, read_history
 from batchkit.storage.vectors import Vectors
 
 if TYPE_CHECKING:
@@ -87,8 +88,12 @@ class Run:
         return job_of_run(self.folder)
 
     def manifest(self) -> Manifest:
-        """Return what decides the run's answers, and the history of its starts."""
+        """Return what decides the run's answers."""
         return read_manifest(self.folder)
+
+    def history(self) -> History:
+        """Return the notes of the run's starts, and the facts that they have learned."""
+        return read_history(self.folder)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield the newest record of each row in input order, with its newest scores."""

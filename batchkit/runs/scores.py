@@ -19,8 +19,8 @@ from batchkit.scoring.metrics import OUT_OF_TEN, Group, ScoreTable, in_order, ta
 from batchkit.scoring.values import chosen
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.score_store import read_scored
+from batchkit.storage.starts import read_history
 
 _OTHER = "(other)"  # label in the confusion table for answers outside the choices
 
@@ -95,7 +95,7 @@ def is_mixed(folder: Path) -> bool:
 
     This is the case after a change of ``[scoring]``, until the next complete `run` or `score`.
     """
-    return read_manifest(folder).scoring is None
+    return read_history(folder).scoring is None
 
 
 def _group(is_ok: Table, scores: Table, scorers: Sequence[str]) -> Group:

@@ -17,8 +17,9 @@ from batchkit.sources import count_rows
 from batchkit.storage.checkpoint import Checkpoint, Totals, read_checkpoint
 from batchkit.storage.lines import Spent
 from batchkit.storage.log import log_of, read_lines
-from batchkit.storage.manifest import Manifest, read_manifest
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import held_by, named
+from batchkit.storage.starts import History, read_history
 from batchkit.storage.steps import spent_in
 from batchkit.types import Usage
 
@@ -111,7 +112,7 @@ class Status:
 
 
 def status(folder: Path) -> Status:
-    """Return the run's state from its checkpoint, the log after it, the manifest and the lock. This is safe while the
+    """Return the run's state from its checkpoint, the log after it, the notes of its starts and the lock. This is safe while the
     run is in progress.
 
     The checkpoint is not checked against the log; ``verify`` does this.
@@ -119,13 +120,13 @@ def status(folder: Path) -> Status:
     Raises:
         StoreError: The folder is not a run folder, or its log is missing.
     """
-    manifest, log = read_manifest(folder), log_of(folder)
+    manifest, history, log = read_manifest(folder), read_history(folder), log_of(folder)
     found = counts_of(folder)
     totals, steps, tokens = found.totals, found.steps, found.tokens
-    total = total_rows(folder, manifest)
-    pending = pending_rows(total, totals, manifest)
+    total = total_rows(folder, history)
+    pending = pending_rows(total, totals, history)
     holder = held_by(folder)
-    last_start = manifest.starts[-1] if manifest.starts else None
+    last_start = history.last_start
     rate = _rate(log) if holder else None
     return Status(
         name=manifest.name,
@@ -140,11 +141,11 @@ def status(folder: Path) -> Status:
         generations=steps.generations,
         rows_per_s=rate,
         eta_s=pending / rate if rate and pending is not None else None,
-        engine_settings=_settings(manifest),
+        engine_settings=_settings(history),
         engine_events=last_start.engine_events if last_start else [],
         workers=[worker.model_dump() for worker in last_start.workers] if last_start else [],
-        engine_restarts=sum(start.engine_restarts for start in manifest.starts),
-        starts=len(manifest.starts),
+        engine_restarts=sum(start.engine_restarts for start in history.starts),
+        starts=len(history.starts),
         held_by=holder,
     )
 
@@ -178,18 +179,18 @@ def counts_of(folder: Path) -> Counts:
     return Counts(checkpoint.totals, spent_in(folder, checkpoint.steps))
 
 
-def pending_rows(total: int | None, totals: Totals, manifest: Manifest) -> int | None:
+def pending_rows(total: int | None, totals: Totals, history: History) -> int | None:
     """Return the number of rows without a record. Rows that ``--skip-from`` left to another run don't count."""
     if total is None:
         return None
-    return max(0, total - totals.ok - totals.failed - manifest.skipped_elsewhere)
+    return max(0, total - totals.ok - totals.failed - history.skipped_elsewhere)
 
 
-def total_rows(folder: Path, manifest: Manifest) -> int | None:
-    """Return the number of rows from the manifest. If no start has counted them, count them now. Return None if they
+def total_rows(folder: Path, history: History) -> int | None:
+    """Return the number of rows from the run's history. If no start has counted them, count them now. Return None if they
     can't be counted."""
-    if manifest.total is not None:
-        return manifest.total
+    if history.total is not None:
+        return history.total
     try:
         reach = Reach.of(folder)
         return count_rows(reach.job.input, reach.files(reach.job.input))
@@ -197,15 +198,14 @@ def total_rows(folder: Path, manifest: Manifest) -> int | None:
         return None
 
 
-def _settings(manifest: Manifest) -> dict[str, Any]:
+def _settings(history: History) -> dict[str, Any]:
     """Return the reduced options of the engines, by name. Options of ``[engines.NAME]`` have the prefix
     ``engines.NAME.``."""
-    named = {
-        f"engines.{name}.{option}": value
-        for name, notes in manifest.engines.items()
-        for option, value in Ladder(notes.engine_reductions).overrides.items()
+    return {
+        f"engines.{name}.{option}" if name else option: value
+        for name, reductions in sorted(history.reductions.items())
+        for option, value in Ladder(reductions.options).overrides.items()
     }
-    return {**Ladder(manifest.engine_reductions).overrides, **named}
 
 
 def _rate(log: Path) -> float | None:

@@ -23,10 +23,10 @@ from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import sound_record
 from batchkit.storage.log import RESULTS
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest_lines import NewestLog
 from batchkit.storage.plain_json import encoded, valid
 from batchkit.storage.score_store import Scores
+from batchkit.storage.starts import current_manifest
 from batchkit.storage.vectors import Vectors, VectorType
 from batchkit.types import Record
 
@@ -112,7 +112,7 @@ def joined_table(folder: Path, source: Input) -> pa.Table:
     if source.files is None:
         return records_table(folder)
     check_log(folder)
-    if changes := input_changes(read_manifest(folder).input, source.files):
+    if changes := input_changes(current_manifest(folder).input, source.files):
         raise InputError(
             f"{folder}: its records were made from another input than these rows ({'; '.join(changes)}), so they"
             " can't be joined. Restore the old input, or use the records alone: Run(…).rows()"

@@ -19,6 +19,7 @@ from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, Totals, damage_i
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.log import log_of, read_generations, read_lines
 from batchkit.storage.manifest import Manifest, read_manifest
+from batchkit.storage.starts import read_history
 from batchkit.storage.vectors import Vectors
 
 NAMED = 5  # rows listed for each kind of problem
@@ -123,20 +124,20 @@ def verify(folder: Path, media: Sequence[Path] = ()) -> Verification:
     Raises:
         StoreError: The folder is not a run folder, its log is missing, or a file of vectors can't be read.
     """
-    manifest = read_manifest(folder)
+    manifest, history = read_manifest(folder), read_history(folder)
     checkpoint = read_checkpoint(folder)  # read before the log, which may grow
     known = checkpoint or Checkpoint.none()
     records = Records.of(read_lines(log_of(folder)), Vectors(folder), known.checksum.end)
     calls = Calls.of(read_generations(folder), known.steps.checksum.end)
     compared, totals, total = (
-        compare(folder, manifest, records, media),
+        compare(folder, history.added_to(manifest), records, media),
         records.totals,
-        total_rows(folder, manifest),
+        total_rows(folder, history),
     )
     claimed = known.totals.completed | known.totals.failed_rows
-    pending = pending_rows(total, totals, manifest)
+    pending = pending_rows(total, totals, history)
     if compared.n_pending is not None:
-        pending = max(0, compared.n_pending - manifest.skipped_elsewhere)
+        pending = max(0, compared.n_pending - history.skipped_elsewhere)
     too_few = calls.too_few(records)
     matches = (_stored_part(known.totals), known.steps.spent.generations) == (
         _stored_part(records.at_checkpoint),
@@ -148,7 +149,7 @@ def verify(folder: Path, media: Sequence[Path] = ()) -> Verification:
         ok=totals.ok,
         failed=totals.failed,
         pending=pending,
-        pending_rows=[] if manifest.skipped_elsewhere else compared.pending,
+        pending_rows=[] if history.skipped_elsewhere else compared.pending,
         **_named("lost", claimed - (totals.completed | totals.failed_rows)),
         **_named("duplicates", records.answered_again()),
         **_named("unknown", compared.unknown),

@@ -29,7 +29,8 @@ from batchkit.sources.python_rows import PLACE, python_rows
 from batchkit.sources.reader import Skip, shown
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.identity import CHANGING
-from batchkit.storage.manifest import FileFingerprint, read_manifest
+from batchkit.storage.manifest import FileFingerprint
+from batchkit.storage.starts import current_manifest
 from batchkit.types import Row
 
 _CHUNK_BYTES = 1 << 20
@@ -218,7 +219,7 @@ def why_empty(table: InputTable) -> str:
 def _known_files(folder: Path) -> list[FileFingerprint]:
     """Return the fingerprints of an earlier start, so that unchanged files need not be read again."""
     try:
-        return read_manifest(folder).input
+        return current_manifest(folder).input
     except StoreError:
         return []
 

@@ -308,6 +308,11 @@ def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     return known | {key: names for key, names in found.items() if names}
 
 
+def facts_of(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of ``identity`` that holds facts by name, such as hub commits and hashes of prompt files."""
+    return {key: identity[key] for key in _keys_with_facts(identity)}
+
+
 def _keys_with_facts(*identities: Mapping[str, Any]) -> set[str]:
     """Return the keys in any of ``identities`` that are listed in ``_FOUND``, also those of ``[engines]`` and steps.
 

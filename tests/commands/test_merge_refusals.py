@@ -83,9 +83,9 @@ def test_shards_in_which_a_prompts_file_changed_are_refused(n_shards: int) -> No
     prepare(20, prompt={"texts": {"guide": "guide.txt"}})
     shards = run_shards(n_shards)
     for folder in shards:
-        note = manifest(folder)
-        note["identity"]["prompt.files"] = {"prompt.texts.guide": CHANGING}
-        (folder / "manifest.json").write_text(json.dumps(note))
+        found = {"prompt.files": {"prompt.texts.guide": CHANGING}}
+        with (folder / "starts.jsonl").open("a") as starts:
+            starts.write(json.dumps({"run": {"found": found}}) + "\n")
     found = merge(*shards, partial=True)
     assert (found.exit_code, MERGED.exists()) == (2, False)
     assert 'prompt.files: {"prompt.texts.guide":"changing"}' in found.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,6 @@ import pytest
 from batchkit.commands.report import report, write_comparison
 from batchkit.runs.compare import compare
 from batchkit.runs.scores import table_of
-from batchkit.storage.manifest import Manifest
 from tests.support.browser import Open, Opened, assert_fits
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, prepare, write_job, write_rows
@@ -48,10 +48,9 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _note_restart(run: Path) -> None:
-    path = run / "manifest.json"
-    manifest = Manifest.model_validate_json(path.read_bytes())
-    manifest.last_start.note_event(RESTART)
-    path.write_text(manifest.model_dump_json(), encoding="utf-8")
+    event = {"events": [[RESTART, "2026-11-21T01:02:03.456Z"]]}
+    with (run / "starts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(event) + "\n")
 
 
 @pytest.fixture(scope="module")

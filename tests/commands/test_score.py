@@ -481,23 +481,25 @@ def test_scores_that_were_replaced_by_a_score_that_was_killed_are_known_to_be_mi
 ) -> None:
     """As if it had been killed between the new scores and the note of how they were made."""
     assert not is_mixed(answered)
-    kept = {name: (answered / name).read_bytes() for name in ("job.toml", "manifest.json")}
+    kept = {name: (answered / name).read_bytes() for name in ("job.toml", "starts.jsonl")}
     changed = job_of_run(answered).scoring.model_copy(update={"scorers": {"em": {}}})
     made = job_of_run(answered).model_copy(update={"scoring": changed})
 
     class Killed(BaseException):
         """Nothing catches it, as nothing does SIGKILL."""
 
-    real = os.replace
-    for name in kept:  # each of the files that are written after the scores
-
-        def dies(source: Any, target: Any, name: str = name) -> None:
-            if Path(target).name == name and (answered / SCORES).exists():
+    def dies_after_the_scores(real: Any) -> Any:
+        def dies(*given: Any) -> Any:
+            if (answered / SCORES).exists():
                 raise Killed
-            real(source, target)
+            return real(*given)
 
+        return dies
+
+    # The calls that write job.toml and starts.jsonl, which are written after the scores.
+    for owner, call in ((Path, "replace"), (os, "ftruncate")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Path, "replace", dies)
+            patch.setattr(owner, call, dies_after_the_scores(getattr(owner, call)))
             with pytest.raises(Killed):
                 score_run(answered, made, say=quiet)
         assert is_mixed(answered)

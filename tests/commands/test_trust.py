@@ -140,10 +140,10 @@ def test_retry_executes_what_the_job_file_still_says() -> None:
 def test_job_file_inside_of_the_run_folder_is_not_the_users() -> None:
     began(run={"on_end": NOTIFY, "check_rows": 0})
     shutil.copy("job.toml", RUN / "theirs.toml")
-    manifest = json.loads((RUN / "manifest.json").read_text())
     for file in (RUN / "theirs.toml", RUN / "job.toml", Path("job.toml")):
-        manifest["job_file"] = str(file if file == Path("job.toml") else file.resolve())
-        (RUN / "manifest.json").write_text(json.dumps(manifest))
+        place = str(file if file == Path("job.toml") else file.resolve())
+        with (RUN / "starts.jsonl").open("a") as starts:
+            starts.write(json.dumps({"run": {"job_file": place}}) + "\n")
         found = batchkit("retry-failed", str(RUN))
         assert "run.on_end is ignored" in found.stderr
         assert not Path("ended").exists()

@@ -17,7 +17,6 @@ from tests.support.dry_runs import (
     LOG,
     RUN,
     finished,
-    manifest,
     prepare,
     records,
     rows_that_fail,
@@ -90,13 +89,12 @@ def test_what_is_not_there_is_named(view: Viewed) -> None:
 def test_events_of_the_engine_have_their_time(view: Viewed) -> None:
     finished(3)
     run("--set", "input.limit=3")
-    noted = manifest()
     time, worker = "2026-11-21T01:02:03.456Z", {"worker": 0, "state": "ready", "node": "n1"}
     counts = ("rows", "rows_per_s", "in_flight", "restarts", "engine_restarts")
     worker |= {"gpus": [0]} | dict.fromkeys(counts, 1)
-    noted["starts"][0] |= {"engine_events": ["died"], "engine_event_times": [time]}
-    noted["starts"][0] |= {"workers": [worker]}
-    (RUN / "manifest.json").write_text(json.dumps(noted))
+    begun, *lines = (RUN / "starts.jsonl").read_text().splitlines()
+    more = json.dumps({"start": {"workers": [worker]}, "events": [["died", time]]})
+    (RUN / "starts.jsonl").write_text("\n".join([begun, more, *lines, ""]))
     first, second = view.get("runs/a")["starts"]
     assert first["events"] == [{"at": time, "text": "died"}]
     assert first["workers"][0]["node"] == "n1"

@@ -13,7 +13,7 @@ import pytest
 
 from batchkit.storage.vectors import Vectors
 from tests.support.command_line import Ended, batchkit
-from tests.support.dry_runs import LOG, RUN, manifest
+from tests.support.dry_runs import LOG, RUN, manifest, reductions
 from tests.support.jobs import with_tables
 from tests.support.llama_cpp import NONE_FOUND, kill_servers, llama_server, write_gguf
 from tests.support.own_process import begin
@@ -135,7 +135,7 @@ def test_a_context_that_does_not_fit_is_tried_smaller(tmp_path: Path, model: Pat
     assert "failed to allocate buffer" in ran.stderr
     assert "next try with max_num_seqs = 4" in ran.stderr
     assert len(records()) == 3
-    assert manifest()["engine_reductions"][0] == {"max_num_seqs": 4}
+    assert reductions()[0] == {"max_num_seqs": 4}
 
 
 # --- vectors and scores

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from batchkit.storage.log import STEPS
+from batchkit.storage.starts import read_history
 from tests.support import clips
 from tests.support.forks import Fork
 from tests.support.model_runs import OUTPUT, newest, write_job
@@ -89,7 +90,7 @@ def test_rows_with_videos_and_images_answer_as_llm_generate_does(
     expected = generated({**options, "model": str(demo_model)}, calls, max_tokens=16)
     assert [n for n in range(len(rows)) if ours[n] != expected[n]] == []
     assert len({answer["text"] for answer in expected}) > len(rows) // 2
-    assert json.loads((tmp_path / "output/run/manifest.json").read_text())["starts"]
+    assert read_history(tmp_path / "output/run").starts
     words = ("plan", "job.toml", "--set", "name=planned", "--rows", "3", "--json")
     plan = json.loads(batchkit(*words, cwd=tmp_path, start=Fork).stdout)
     assert plan["prompts"]["exact"]

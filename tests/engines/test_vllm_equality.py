@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from batchkit.storage.starts import read_history
 from tests.support.forks import Fork, LightFork
 from tests.support.model_runs import newest, run_job
 from tests.support.small_vllm import SMALL
@@ -51,5 +52,4 @@ def test_a_job_answers_as_llm_chat_does(
     different = [n for n in range(N_ROWS) if ours[n] != expected[n]]
     assert len(different) <= (kind == "transformers"), different  # a tie may break the other way
     assert len({answer["text"] for answer in expected}) > N_ROWS // 2
-    manifest = json.loads((tmp_path / "output/run/manifest.json").read_text())
-    assert manifest["starts"][0]["engine"][kind]
+    assert read_history(tmp_path / "output/run").starts[0].engine[kind]

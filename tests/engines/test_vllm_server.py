@@ -3,7 +3,6 @@ already, which gets videos."""
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 import tomlkit
 from PIL import Image
 
+from batchkit.storage.starts import read_history
 from tests.support import clips, model_runs
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
@@ -86,9 +86,9 @@ def test_a_server_killed_in_the_middle_is_replaced_and_all_answer_as_the_engine_
     found = records(folder)
     assert [r["index"] for r in found] == list(range(ROWS))
     assert {r["status"] for r in found} == {"ok"}
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["starts"][0]["engine"]["owned_by"] == "vllm"
-    assert manifest["starts"][0]["engine_restarts"] >= 1
+    first = read_history(folder).starts[0]
+    assert first.engine["owned_by"] == "vllm"
+    assert first.engine_restarts >= 1
 
     here = {"kind": "vllm", "model": str(demo_model), "options": SMALL}
     job = tomlkit.parse((tmp_path / "job.toml").read_text()) | {"name": "b", "engine": here}

@@ -210,7 +210,7 @@ def test_an_engine_in_a_worker_is_kept_going_as_on_one_machine(
     ended = start(tmp_path, text_model, rows, {}, settings)
     assert_only_failed(ended, calm, {5: "engine_crash"})
     assert "next engine with max_num_seqs = 4" in ended.stderr
-    assert ended.manifest["engine_reductions"] == [{"max_num_seqs": 4}]
+    assert ended.reductions == [{"max_num_seqs": 4}]
     assert verify(tmp_path / "output/faulty").is_sound
     workers = status(tmp_path / "output/faulty").workers
     assert sum(worker["rows"] for worker in workers) == N_ROWS

@@ -136,7 +136,7 @@ def test_run_writes_what_the_contract_promises() -> None:
     assert found.json | counts == found.json
     assert found.json.keys() >= {"seconds", "rows_per_s", "completion_tokens_per_s"}
     names = {path.name for path in RUN.iterdir() if path.name != ".lock"}
-    logs = {"results.jsonl", "metrics.jsonl", "run.log"}
+    logs = {"results.jsonl", "starts.jsonl", "metrics.jsonl", "run.log"}
     assert names == logs | {"job.toml", "manifest.json", "checkpoint.json"}
 
     (first,) = (record for record in records() if record["index"] == 0)

@@ -26,6 +26,7 @@ from batchkit.storage.log import RESULTS, STEPS
 from tests.support import own_process, rollouts
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.command_line import batchkit
+from tests.support.dry_runs import manifest, reductions
 from tests.support.forks import Fork
 from tests.support.paths import ROOT
 from tests.support.rollouts import RUN, calls, errors, generations, records, run
@@ -109,8 +110,7 @@ def test_engines_that_do_not_fit_together_have_one_turn_after_another() -> None:
     assert log().count(f"rows that wait for it: {N_ROWS}\n") == 2
     assert "the steps change the engine 2 times" in log()
     assert log().count("loading model tiny") == 3
-    manifest = json.loads((RUN / "manifest.json").read_text())
-    assert manifest["turn"] is None
+    assert manifest()["turn"] is None
     again = run()
     assert again.exit_code == 0
     assert "nothing left to run" in again.stderr
@@ -127,7 +127,7 @@ def test_a_run_that_is_killed_goes_on_with_the_engine_that_was_loaded(tmp_path: 
     changed = run("--set", "sampling.max_tokens=5")
     assert changed.exit_code != 0, "no row has a record, but all have generations"
     assert "changed since this run began" in changed.stderr
-    assert json.loads((RUN / "manifest.json").read_text())["turn"] == "judge"
+    assert manifest()["turn"] == "judge"
     assert_finishes()
     assert turns(so_far) == ["[engine]"]
 
@@ -393,17 +393,16 @@ def test_two_models_have_their_turns_through_a_kill_and_answer_as_they_do_togeth
     assert log().count("next engine: [engines.judge]") == 1, "the second start begins with it"
     assert log().count("next engine: [engine];") == 1
     assert "engine judge: out of memory" in log()
-    manifest = json.loads((RUN / "manifest.json").read_text())
-    assert manifest["engines"]["judge"]["engine_reductions"] == [{"max_num_seqs": 4}]
-    assert manifest["engine_reductions"] == []
+    assert reductions(engine="judge") == [{"max_num_seqs": 4}]
+    assert reductions() == []
     assert status(RUN).engine_settings == {"engines.judge.max_num_seqs": 4}
     assert (
         "engine judge: an earlier engine of this run ran out of memory; its reduced settings are used again: max_num_seqs = 4"
         in log()
     )
-    restarts = [start.get("engine_restarts", 0) for start in manifest["starts"]]
+    restarts = [start.get("engine_restarts", 0) for start in manifest()["starts"]]
     assert [n > 0 for n in restarts] == [True, False]
-    assert "vllm" in manifest["starts"][-1]["engines"]["judge"]
+    assert "vllm" in manifest()["starts"][-1]["engines"]["judge"]
     assert (RUN / "engine.judge.log").exists()
 
     fits = ["--set", "name=together", "--set", "workers.gpus=0"]

@@ -56,7 +56,7 @@ def run(tmp_path: Path, text_model: Path) -> Run:
 def test_too_many_at_once_is_halved_until_it_fits(run: Run, calm: list[str]) -> None:
     ended = run(IN, over=3)
     assert_only_failed(ended, calm, {})
-    assert ended.manifest["engine_reductions"] == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
+    assert ended.reductions == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
     assert [step for step in ended.window if step[1] < step[0]] == [(12, 6), (6, 3)]
 
 
@@ -81,7 +81,7 @@ def test_out_of_memory_at_load_is_halved_until_it_fits(run: Run, calm: list[str]
     ended = run(OWN, load_over=2)
     assert_only_failed(ended, calm, {})
     assert ended.log.count("next try with") == 2
-    assert ended.manifest["engine_reductions"] == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
+    assert ended.reductions == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
 
 
 @pytest.mark.release
@@ -118,7 +118,7 @@ def test_a_poison_row_is_found_and_fails_alone(
     ended = run(where, poison={13: kind})
     assert_only_failed(ended, calm, {13: error_kind})
     assert "row 13 (id 13) kills the engine even if it runs alone" in ended.log
-    assert ended.manifest["engine_reductions"] == [], "the row was the cause, not the batch"
+    assert ended.reductions == [], "the row was the cause, not the batch"
     assert ended.manifest["starts"][-1]["engine_restarts"] <= 6
 
 
@@ -148,7 +148,7 @@ def test_an_engine_that_dies_once_is_restarted(
     assert ("failing_worker.py" in ended.log) == (kind == "hang"), "its stacks are in run.log"
     assert "failing_worker.py" not in ended.stderr
     assert ended.manifest["starts"][-1]["engine_restarts"] == 1
-    assert ended.manifest["engine_reductions"] == [], "nothing says that memory ran out"
+    assert ended.reductions == [], "nothing says that memory ran out"
 
 
 def test_a_signal_ends_the_run_while_its_engine_is_restarted(
@@ -247,7 +247,7 @@ def test_a_deadly_text_fails_alone_and_every_other_row_has_its_vector(
     assert ended.failed == {13: "oom"}, ended.log
     assert "RuntimeError: planted: device-side assert" in ended.log
     assert "row 13 (id 13) kills the engine even if it runs alone" in ended.log
-    assert ended.manifest["engine_reductions"] == [], "the row was the cause, not the batch"
+    assert ended.reductions == [], "the row was the cause, not the batch"
     expected = vectors_of(calm, whole)
     del expected[13]
     found = vectors_of(faulty, ended)

@@ -195,4 +195,4 @@ def test_a_notebook_shows_counts_and_rows_as_text() -> None:
 def test_a_run_gives_its_job_and_its_manifest() -> None:
     run = make_run(scoring=NUMBER)
     assert [*run.job().scoring.scorers] == ["em"]
-    assert [start.exit for start in run.manifest().starts] == [3]
+    assert [start.exit for start in run.history().starts] == [3]

@@ -302,6 +302,7 @@ PIPES = {
     "results.jsonl": (True, True),
     "steps.jsonl": (True, True),
     "manifest.json": (True, True),
+    "starts.jsonl": (True, True),
     "vectors/000000.arrow": (False, False),
     "scores.jsonl": (False, True),
     "job.toml": (False, True),

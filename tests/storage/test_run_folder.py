@@ -82,7 +82,7 @@ def test_scoring_that_lost_its_lock_writes_nothing_more() -> None:
     prepare(3, scoring={"extract": "text", "scorers": ["em"]})
     run()
     other = job_of_run(RUN, ['scoring.extract="number"'])
-    ours = {name: (RUN / name).read_bytes() for name in ("job.toml", "manifest.json")}
+    ours = {name: (RUN / name).read_bytes() for name in ("job.toml", "starts.jsonl")}
     before = {path.name for path in RUN.iterdir()}
 
     def say(text: str) -> None:
@@ -176,6 +176,7 @@ def test_retry_that_waited_for_a_requeue_answers_no_row_twice() -> None:
         ("run.log", {}),
         ("checkpoint.json.tmp", {}),
         ("manifest.json.tmp", {}),
+        ("starts.jsonl", {}),
         (".holder.json", {}),
         ("engine.log", {"engine": {"kind": "vllm", "model": "nowhere"}}),
     ],

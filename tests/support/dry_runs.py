@@ -11,6 +11,7 @@ import tomlkit
 from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.execution.processor import ProductionBatchProcessor
+from batchkit.storage.starts import current_manifest, read_history
 from tests.support.command_line import Ended, batchkit
 from tests.support.jobs import with_tables
 from tests.support.rows import read_jsonl, write_jsonl
@@ -100,8 +101,20 @@ def settled(log: Path = LOG) -> dict[int, str]:
 
 
 def manifest(folder: Path = RUN) -> dict[str, Any]:
+    """Return the content of ``manifest.json``, and what ``starts.jsonl`` adds to it."""
     found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return found
+    history = read_history(folder)
+    return (
+        found
+        | history.model_dump(exclude_unset=True)
+        | {"identity": current_manifest(folder).identity}
+    )
+
+
+def reductions(folder: Path = RUN, engine: str = "") -> list[dict[str, Any]]:
+    """Return the options of ``engine`` that were reduced after out-of-memory errors."""
+    noted = read_history(folder).reductions.get(engine)
+    return [] if noted is None else noted.options
 
 
 def status(folder: Path = RUN) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest_lines import read_newest
+from tests.support.dry_runs import manifest
 from tests.support.forks import Fork
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
@@ -51,6 +52,11 @@ class Ended(NamedTuple):
     records: list[dict[str, Any]]
     log: str
     manifest: dict[str, Any]
+
+    @property
+    def reductions(self) -> Any:
+        """The engine options that were reduced after out-of-memory errors."""
+        return self.manifest.get("reductions", {}).get("", {}).get("options", [])
 
     @property
     def failed(self) -> dict[int, str]:
@@ -93,7 +99,7 @@ def ended_in(folder: Path, process: subprocess.Popen[str]) -> Ended:
         stderr,
         list(read_newest(output / RESULTS)),
         (output / "run.log").read_text(),
-        json.loads((output / "manifest.json").read_text()),
+        manifest(output),
     )
 
 

@@ -19,7 +19,7 @@ from batchkit.storage.ledger import Ledger, line_of
 from tests.support.records import record, with_vector
 
 ROWS = range(9)
-REQUEUED = (".requeue", "results.jsonl", "steps.jsonl", "manifest")
+REQUEUED = (".requeue", "results.jsonl", "steps.jsonl", "manifest", "starts")
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.engines.memory import Gpu, gpus, memory_limit
-from batchkit.storage.manifest import versions_of
+from batchkit.storage.starts import versions_of
 
 # Each import runs in a new process, because a mismatched build may crash. The last line printed is JSON.
 PROBES = {

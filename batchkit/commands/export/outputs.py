@@ -23,9 +23,10 @@ from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import METRICS
 from batchkit.storage.runfolder import JOB, LOCK, LOG, MANIFEST, is_run
 from batchkit.storage.score_store import SCORES
+from batchkit.storage.starts import STARTS
 from batchkit.storage.vectors import VECTORS, segments_of
 
-_OWN_FILES = (RESULTS, STEPS, CHECKPOINT, MANIFEST, JOB, LOG, SCORES, METRICS, LOCK)
+_OWN_FILES = (RESULTS, STEPS, CHECKPOINT, MANIFEST, STARTS, JOB, LOG, SCORES, METRICS, LOCK)
 
 
 class Export(NamedTuple):

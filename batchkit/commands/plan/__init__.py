@@ -20,6 +20,7 @@ from batchkit.runs.status import counts_of
 from batchkit.sources.input import from_job
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import is_run
+from batchkit.storage.starts import read_history
 from batchkit.types import Usage, utc_now
 
 _SHARE = 6  # `plan` prints a note if the sample is more than one sixth of the rows that are left
@@ -87,7 +88,7 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
     """
     source = from_job(job)
     found = count_lengths(job, source, lengths, say)
-    starts_before = len(read_manifest(job.folder).starts) if is_run(job.folder) else 0
+    starts_before = len(read_history(job.folder).starts)
     chosen = _sampled_indexes(found, rows, job.run.seed)
     if len(chosen) * _SHARE > found.left:
         say(
@@ -120,7 +121,7 @@ def _figures(
     job: JobConfig, lengths: Lengths, sample: Sample, starts_before: int
 ) -> dict[str, Any]:
     folder, budget = job.folder, job.budget
-    starts = read_manifest(folder).starts if is_run(folder) else []
+    starts = read_history(folder).starts
     done = counts_of(folder).tokens if is_run(folder) else Usage(0, 0)
     left = lengths.left - len(sample.rows)
     running = min(sample.running, rows_in_kv_cache(folder, starts_before) or sample.running)
@@ -144,7 +145,7 @@ def _figures(
     return {
         "name": job.name,
         "folder": str(folder),
-        "run": read_manifest(folder).created_at if starts else "",
+        "run": read_manifest(folder).created_at if is_run(folder) else "",
         "at": utc_now(),
         "rows": lengths.rows,
         "sampled": len(sample.rows),

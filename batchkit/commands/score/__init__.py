@@ -30,7 +30,6 @@ from batchkit.storage.checkpoint import check_log
 from batchkit.storage.identity import scoring_of
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.log import RESULTS
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.runfolder import Claim, claim
 from batchkit.storage.score_store import (
@@ -41,6 +40,7 @@ from batchkit.storage.score_store import (
     score_lines,
     write_scores,
 )
+from batchkit.storage.starts import StartLog, read_history
 
 Scores = Mapping[str, float | None]
 
@@ -83,7 +83,7 @@ def is_scored(folder: Path, job: JobConfig) -> bool:
     if _may_differ(folder, job):
         return False
     now = scored_from(folder, job)
-    return not now or read_manifest(folder).scored_from == now
+    return not now or read_history(folder).scored_from == now
 
 
 def scored_from(folder: Path, job: JobConfig) -> list[list[int]]:
@@ -102,8 +102,8 @@ def rescored(
     folder: Path, lock: Claim, job: JobConfig, say: Say, judged: Judged | None = None
 ) -> ScoreTable:
     """Score a run that this process has locked, as ``score_run`` does. Also store the scores in ``judged``."""
-    judged = judged or Judged()
-    names_judged = [*dict.fromkeys((*read_manifest(folder).judged, *judged.names))]
+    judged, starts = judged or Judged(), StartLog(folder, lock)
+    names_judged = [*dict.fromkeys((*read_history(folder).judged, *judged.names))]
     if not names_judged:
         check_scoring(job)
     check_log(folder)
@@ -135,11 +135,13 @@ def rescored(
 
     def before() -> None:
         lock.check()  # scoring may have taken hours
-        _mark(folder, job, names_judged)
+        _mark(starts, job, names_judged)
 
     write_scores(folder, lines(), before=before)
     lock.check()
-    _store_scoring(folder, job, made_from)
+    write_job(folder, job_of_run(folder).model_copy(update={"scoring": job.scoring}))
+    starts.learn(scoring=scoring_of(job), scored_from=made_from)
+    starts.save()
     return table_of(folder, job)
 
 
@@ -209,24 +211,16 @@ def _text_of(record: Mapping[str, Any]) -> str:
 
 def _may_differ(folder: Path, job: JobConfig) -> bool:
     """Return True if rows of the run may have been scored with other settings than ``job`` has."""
-    return read_manifest(folder).scoring != scoring_of(job)
+    return read_history(folder).scoring != scoring_of(job)
 
 
-def _mark(folder: Path, job: JobConfig, judged: list[str]) -> None:
+def _mark(starts: StartLog, job: JobConfig, judged: list[str]) -> None:
     """Store the names of the scores that judges gave. If the scoring changes, mark the run as scored with mixed
     settings. This is done before the scores are replaced, because the replacement may be interrupted."""
-    manifest, may_differ = read_manifest(folder), _may_differ(folder, job)
-    if may_differ or manifest.judged != judged:
-        manifest.scoring = None if may_differ else manifest.scoring
-        manifest.judged = judged
-        manifest.write(folder)
-
-
-def _store_scoring(folder: Path, job: JobConfig, made_from: list[list[int]]) -> None:
-    write_job(folder, job_of_run(folder).model_copy(update={"scoring": job.scoring}))
-    manifest = read_manifest(folder)
-    manifest.scoring, manifest.scored_from = scoring_of(job), made_from
-    manifest.write(folder)
+    if starts.history.scoring != scoring_of(job):
+        starts.learn(scoring=None)
+    starts.learn(judged=judged)
+    starts.save()
 
 
 def check_scoring(job: JobConfig) -> None:

@@ -19,8 +19,8 @@ from batchkit.config.terminal import shortened
 from batchkit.engines.memory import gpus
 from batchkit.storage.files import disk_errors, open_log
 from batchkit.storage.identity import hash_of
-from batchkit.storage.manifest import versions_of
 from batchkit.storage.plain_json import encoded
+from batchkit.storage.starts import versions_of
 
 TUNE = "tune"
 _FILE = "trials.jsonl"

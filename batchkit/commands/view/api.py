@@ -29,10 +29,10 @@ from batchkit.runs.scores import table_of_index
 from batchkit.scoring.metrics import ScoreTable, head
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS, log_of
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import read_metrics
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.score_store import SCORES
+from batchkit.storage.starts import current_manifest
 
 _GROW_S = 0.5  # maximum time that a request extends the index
 
@@ -134,7 +134,7 @@ class Api:
     def compare(self, request: Request) -> Response:
         query = _query_of(PairsQuery, request)
         a, b = (self._side(self._found(key)) for key in (query.a, query.b))
-        by_place = have_same_input(*(read_manifest(side.index.folder) for side in (a, b)))
+        by_place = have_same_input(*(current_manifest(side.index.folder) for side in (a, b)))
         pairs = self._pairs(a.snapshot, b.snapshot, by_place=by_place)
         counts = pairs.counts()
         return _json(

@@ -23,9 +23,10 @@ from batchkit.runs.listing import Look
 from batchkit.runs.reach import Reach
 from batchkit.scoring.metrics import OUT_OF_TEN, ScoreTable, head
 from batchkit.storage.job_toml import job_of_run
-from batchkit.storage.manifest import Manifest, read_manifest
+from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import Metrics
 from batchkit.storage.runfolder import JOB
+from batchkit.storage.starts import read_history
 from batchkit.storage.steps import totals_by_step
 
 _MOST_GROUPS = 1_000
@@ -66,12 +67,12 @@ def overview(
 def about(folder: Path, reach: Reach) -> dict[str, Any]:
     """Return where the answers come from: a list of names and values, the prompt, the job file, and token totals of
     each step."""
-    manifest, job = read_manifest(folder), job_of_run(folder)
+    job = job_of_run(folder)
     toml = read_bytes(folder / JOB).decode(errors="replace")
     return {
         "origin": [
             [name, cut_in_the_middle(value, _MOST_CHARACTERS)]
-            for name, value in _origin(manifest, job)
+            for name, value in _origin(folder, job)
             if value
         ],
         "prompt": [
@@ -100,7 +101,7 @@ def _notes(look: Look, figures: Figures, table: ScoreTable, *, is_on: bool) -> I
     overall = table.overall
     if look.status.pending:
         yield f"{look.status.pending:,} rows have not been run yet: the scores are not final."
-    if look.manifest.scoring is None:
+    if look.history.scoring is None:
         yield "The rows are scored in more than one way: `batchkit score` scores all of them again."
     if figures.n_cut:
         share = percent(figures.n_cut, figures.n_rows)
@@ -115,9 +116,10 @@ def _notes(look: Look, figures: Figures, table: ScoreTable, *, is_on: bool) -> I
         yield f"Unscored, {count:,} rows: {reason}"
 
 
-def _origin(manifest: Manifest, job: JobConfig) -> Iterator[tuple[str, str]]:
+def _origin(folder: Path, job: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield names and values that describe how the answers were made. The caller leaves out empty values."""
-    starts, model = manifest.starts, manifest.model
+    manifest, starts = read_manifest(folder), read_history(folder).starts
+    model = manifest.model
     versions = (starts[-1].versions if starts else None) or {}
     files = [file.path for file in manifest.input]
     more = f" and {len(files) - 3} more" if len(files) > 3 else ""

@@ -115,7 +115,7 @@ def _config(run: Run, finished: Sequence[str]) -> dict[str, Any]:
     """Return the harness's ``config``. ``duration_seconds`` and ``throughput`` cover all starts whose duration is
     known. ``finished``: the time at which each row finished."""
     manifest, job = run.manifest(), run.job()
-    starts, total = manifest.starts, len(finished)
+    starts, total = run.history().starts, len(finished)
     seconds = sum(start.seconds or 0.0 for start in starts)
     return {
         "model_dir": manifest.model.name,

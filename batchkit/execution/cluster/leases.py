@@ -22,7 +22,7 @@ from batchkit.execution.bisection import Suspects
 from batchkit.execution.cluster.actor import Placement
 from batchkit.execution.events import EngineHistory, Load
 from batchkit.execution.worker import EngineFacts
-from batchkit.storage.manifest import WorkerState
+from batchkit.storage.starts import WorkerState
 from batchkit.types import Task
 
 MOST_IN_A_LEASE = 256

@@ -23,7 +23,7 @@ from batchkit.rendering.ordering import size_of
 from batchkit.rendering.prefetch import read_ahead
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.ledger import RecordLine
-from batchkit.storage.manifest import WorkerState
+from batchkit.storage.starts import WorkerState
 from batchkit.types import Completion, Request, Task
 
 PLACE_S = 15.0  # report a worker that waits longer than this for resources
