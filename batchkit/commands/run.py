@@ -16,7 +16,7 @@ from batchkit.commands.tuning.known import advised
 from batchkit.config.export_target import Target, target_of
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, Interrupted, JobError, UploadError
-from batchkit.execution.lane import Engines
+from batchkit.execution.engine_pool import Pool
 from batchkit.execution.run import start_run
 from batchkit.execution.start import OnChange, StartOptions
 from batchkit.execution.stop import StopRequest
@@ -31,7 +31,7 @@ def run_job(
     on_change: OnChange = "fail",
     skip_from: Path | None = None,
     output: str | None = None,
-    kept: Engines | None = None,
+    kept: Pool | None = None,
     say: Say = print,
 ) -> Outcome:
     """Run ``job`` or resume it. SIGINT and SIGTERM stop it cleanly.
@@ -64,7 +64,7 @@ def started(
     say: Say,
     *,
     scored_as: JobConfig,
-    kept: Engines | None = None,
+    kept: Pool | None = None,
 ) -> Outcome:
     """Run ``job`` with ``options``. When all rows have finished, score them with the job ``scored_as``, and write
     ``exports``. The command ``run.on_end`` gets the result. Raises the same exceptions as ``run_job``."""

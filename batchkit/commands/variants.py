@@ -10,7 +10,7 @@ from batchkit.commands import Say
 from batchkit.commands.run import run_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
-from batchkit.execution.lane import KeptEngine
+from batchkit.execution.engine_pool import EnginePool
 from batchkit.execution.start import OnChange
 from batchkit.execution.summary import Outcome
 from batchkit.runs.compare import compare
@@ -38,7 +38,7 @@ def run_variants(
     folder = Path(ordered[0].output.dir)
     folder.mkdir(parents=True, exist_ok=True)
     exits = list[int]()
-    with closing(KeptEngine(folder / LOG)) as kept:
+    with closing(EnginePool(folder / LOG)) as kept:
         for number, job in enumerate(ordered, start=1):
             say(f"variant {number} of {len(ordered)}: {job.name}, in {job.folder}")
             outcome = run_job(

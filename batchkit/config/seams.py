@@ -1,4 +1,4 @@
-"""Extension points: readers, engines, extractors, scorers, predictions and exports.
+"""Extension points: readers, engines, engine layers, extractors, scorers, predictions and exports.
 
 Each extension point has one dict of built-in implementations by name. Its values are lazy ``"module:Name"`` or
 ``"module"`` strings. The choices in the job file, its documentation, and the input suffixes are derived from these
@@ -112,11 +112,12 @@ class Seam(NamedTuple):
         """
         if self.has(name):
             return name
+        found = f"found {shortened(json.dumps(name, ensure_ascii=False))}"
+        if not self.known:
+            raise ValueError(f"{found}, but no installed package has a name for this key")
         *first, last = map(json.dumps, self.known)
-        raise ValueError(
-            f"found {shortened(json.dumps(name, ensure_ascii=False))}, expected {', '.join(first)} or {last}"
-            f"{did_you_mean(name, self.known)}"
-        )
+        expected = f"{', '.join(first)} or {last}" if first else last
+        raise ValueError(f"{found}, expected {expected}{did_you_mean(name, self.known)}")
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
         """Return the JSON Schema of a key that takes a name, or names with parameters (``tables/parameters.py``)."""
@@ -131,6 +132,8 @@ class Seam(NamedTuple):
             "maxProperties": 1,
         }
         entry = {"anyOf": [{"enum": self.known}, table]}
+        if not self.built_in:  # all names come from packages, which an editor does not know
+            entry = {"type": ["string", "object"]}
         return {"type": "array", "items": entry} if self.is_list else entry
 
 
@@ -143,6 +146,7 @@ EXTRACTORS = Seam("extractors", "batchkit.scoring.extract:EXTRACTORS")
 MODES = Seam("scoring_modes", "batchkit.scoring.overlap:MODES")
 PREDICTIONS = Seam("predictions", "batchkit.commands.score.predictions:PREDICTIONS")
 EXPORTS = Seam("exports", "batchkit.commands.export:EXPORTS")
+LAYERS = Seam("layers", "batchkit.execution.engine_layer:LAYERS", is_list=True)
 
 EngineKind = Annotated[str, ENGINES, AfterValidator(ENGINES.check)]
 FormatName = Annotated[str, READERS, AfterValidator(READERS.check)]

@@ -10,8 +10,8 @@ from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, Interrupted, JobError
 from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.engine_notes import EngineNotes
+from batchkit.execution.engine_pool import EnginePool, Pool, RunEngines
 from batchkit.execution.first_rows import hints
-from batchkit.execution.lane import Engines, KeptEngine, Opening
 from batchkit.execution.requests import requests_of
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.rollouts.rollouts import PausedRow
@@ -50,7 +50,7 @@ class Loop:
         tasks: Tasks,
         stop: Stop,
         screen: Screen,
-        kept: Engines | None = None,
+        kept: Pool | None = None,
     ) -> None:
         self._start, self._run, self._tasks = start, run, tasks
         self._stop, self._screen, self._kept = stop, screen, kept
@@ -183,36 +183,42 @@ class Loop:
         with ExitStack() as held:
             kept = None if tasks.turns.are_several else self._kept
             if kept is None:
-                kept = held.enter_context(closing(KeptEngine(self._run.folder / LOG)))
+                kept = held.enter_context(closing(EnginePool(self._run.folder / LOG)))
             self._notes.announce(engines, reused=self._reused(kept))
-            opening = Opening(
-                self._notes.hear,
-                kept,
-                self._notes.known(engines),
-                self._stop.request.immediate,  # no request is in flight, so a signal stops immediately
-                tasks.turns.environments,
-            )
+            known = self._notes.known(engines)
+            guard = (
+                self._stop.request.immediate
+            )  # no request is in flight, so a signal stops immediately
             pool: WorkerPool
             if start.job.workers.count is not None:
                 with self._screen.waiting("waiting for a worker"):
-                    pool = RayPool(start, tasks, engines, opening)
+                    pool = RayPool(start, tasks, engines, self._notes.hear, known, guard)
             else:
                 due = tasks.of_turn()
                 requests = requests_of(start, due, engines, may_wait=tasks.may_wait)
+                opened = RunEngines(
+                    start,
+                    kept,
+                    self._notes.hear,
+                    known=known,
+                    guard=guard,
+                    environments=tasks.turns.environments,
+                )
                 held.enter_context(closing(requests))
                 with self._screen.waiting("loading the model"):
-                    pool = Worker(start, requests, engines, opening)
+                    pool = Worker(start, requests, engines, opened)
             held.enter_context(closing(pool))
             self._loads_s.append(time.monotonic() - started)
             yield pool
 
-    def _reused(self, kept: Engines) -> set[str]:
+    def _reused(self, kept: Pool) -> set[str]:
         """Return the engines in ``kept`` that were loaded with the options and files of this run."""
         job, known = self._start.job, self._start.identity
         return {
             name
             for name, loaded in kept.idle.items()
-            if (loaded.options, loaded.identity) == (job.with_engine(name).engine.options, known)
+            if (loaded.spec.options, loaded.spec.identity)
+            == (job.with_engine(name).engine.options, known)
         }
 
     def _is_cut_short(self, pool: WorkerPool) -> bool:

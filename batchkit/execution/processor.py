@@ -15,7 +15,7 @@ from batchkit.config.loading import load_job, parse_job, resolve_paths
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, FailedRowsError, JobError
-from batchkit.execution.lane import KeptEngine
+from batchkit.execution.engine_pool import EnginePool
 from batchkit.execution.rollouts.function import Function, with_function
 from batchkit.execution.run import start_run
 from batchkit.execution.start import OnChange, StartOptions
@@ -103,11 +103,11 @@ class ProductionBatchProcessor:
             rollout=rollout,
         )
         self._raise_on_failure = raise_on_failure
-        self._kept: KeptEngine | None = None
+        self._kept: EnginePool | None = None
 
     def __enter__(self) -> ProductionBatchProcessor:
         log = self.job.folder.with_name(f"{self.job.name}.engine") / LOG
-        self._kept = KeptEngine(log)
+        self._kept = EnginePool(log)
         return self
 
     def __exit__(

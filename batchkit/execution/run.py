@@ -9,8 +9,8 @@ from batchkit.config.tables import JobConfig
 from batchkit.config.tables.input import variants
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import BatchkitError, JobError
+from batchkit.execution.engine_pool import Pool
 from batchkit.execution.engine_turns import grouping_of
-from batchkit.execution.lane import Engines
 from batchkit.execution.loop import Loop
 from batchkit.execution.prometheus import exporting
 from batchkit.execution.resume import open_run
@@ -33,7 +33,7 @@ def start_run(
     source: Input | None = None,
     options: StartOptions | None = None,
     *,
-    kept: Engines | None = None,
+    kept: Pool | None = None,
     stop: StopRequest | None = None,
 ) -> Outcome:
     """Run the rows of ``source`` (default: the job's own input) that have no record yet.
@@ -83,7 +83,7 @@ def _check_before(start: Start, source: Input) -> None:
 
 
 def _settled(
-    start: Start, source: Input, signals: StopRequest, kept: Engines | None, held: ExitStack
+    start: Start, source: Input, signals: StopRequest, kept: Pool | None, held: ExitStack
 ) -> Outcome:
     job = start.job
     export = held.enter_context(exporting(job))

@@ -27,7 +27,7 @@ from pathlib import Path
 from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.process.launcher import Launcher
 from batchkit.errors import EngineError
-from batchkit.execution.lane import KeptEngine, Loaded, Wanted
+from batchkit.execution.engine_pool import EnginePool, EngineSpec, LoadedEngine
 from batchkit.execution.window import Window
 from batchkit.types import Completion, Request
 
@@ -60,9 +60,9 @@ class SharedEngines:
     def __init__(
         self, log: Path, on_death: Callable[[], None], environment: Mapping[str, str]
     ) -> None:
-        self._kept, self._on_death = KeptEngine(log), on_death
+        self._kept, self._on_death = EnginePool(log), on_death
         self._environment = environment
-        self._shared: dict[str, tuple[SharedEngine, Loaded]] = {}
+        self._shared: dict[str, tuple[SharedEngine, LoadedEngine]] = {}
         # Held while a model is loaded, so that other runs wait for the model.
         self._lock = threading.Lock()
 
@@ -71,12 +71,14 @@ class SharedEngines:
         return Share(self, claim)
 
     @property
-    def idle(self) -> Mapping[str, Loaded]:
+    def idle(self) -> Mapping[str, LoadedEngine]:
         """The loaded engines, in use or not."""
         known = [*self._shared.items()]  # another run's thread may add one meanwhile
         return {name: loaded for name, (shared, loaded) in known if not shared.death}
 
-    def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded], claim: EngineClaim) -> Loaded:
+    def get(
+        self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine], claim: EngineClaim
+    ) -> LoadedEngine:
         """Return a seat for one run at the engine ``wanted``.
 
         The engine is loaded if it is missing or dead. It is also loaded again if it differs from ``wanted`` and no run
@@ -85,7 +87,7 @@ class SharedEngines:
         with self._lock:
             shared, loaded = self._shared.pop(wanted.name, (None, None))
             if shared is not None and loaded is not None:
-                is_same = wanted.is_met_by(loaded)
+                is_same = loaded.meets(wanted)
                 if not shared.check_alive() or not (is_same or shared.seats):
                     shared.close()
                     shared = None
@@ -104,19 +106,19 @@ class SharedEngines:
 
 @dataclass(frozen=True)
 class Share:
-    """The shared engines as one run sees them. It implements ``Engines``."""
+    """The shared engines as one run sees them. It implements ``Pool``."""
 
     engines: SharedEngines
     claim: EngineClaim
 
     @property
-    def idle(self) -> Mapping[str, Loaded]:
+    def idle(self) -> Mapping[str, LoadedEngine]:
         return self.engines.idle
 
-    def get(self, wanted: Wanted, load: Callable[[Launcher], Loaded]) -> Loaded:
+    def get(self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine]) -> LoadedEngine:
         return self.engines.get(wanted, load, self.claim)
 
-    def put(self, name: str, loaded: Loaded, *, is_idle: bool) -> None:
+    def put(self, loaded: LoadedEngine, *, is_idle: bool) -> None:
         """Leave the seat at the end of the run; requests in flight are dropped."""
         assert isinstance(loaded.engine, Seat)
         loaded.engine.leave()

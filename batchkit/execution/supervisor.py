@@ -30,7 +30,7 @@ from batchkit.errors import (
     RowTimeoutError,
 )
 from batchkit.execution.bisection import Suspects
-from batchkit.execution.events import EngineHistory, EngineLine, Hear, Note
+from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Note
 from batchkit.types import Completion, Key, Request
 
 LONGEST_PAUSE_S = 10  # between attempts to open an engine
@@ -77,6 +77,7 @@ class SupervisedEngine:
         self._host_gb_at_start: float | None = None  # memory of the newest engine, in GiB
         self._since_growth = self._since_kill = _STRETCH  # answers since the last such event
         self.restarts = 0
+        self._served: Mapping[str, Any] = {}
         self._engine = self._open()
         self.ladder.save()
 
@@ -122,6 +123,9 @@ class SupervisedEngine:
         load = self._engine.load()
         for text in load.events:
             self._say(text)
+        if load.served != self._served:
+            self._served = load.served
+            self._hear(Found({"engine.served": load.served}))
         self._watch_memory(load.host_bytes / 2**30)
         return load._replace(waiting=load.waiting + len(self._held) + len(self._suspects))
 

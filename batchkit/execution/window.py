@@ -1,4 +1,4 @@
-"""The window: how many requests are kept in flight.
+"""The layer ``Windowed``, and its window: how many requests are kept in flight.
 
 The engine batches continuously: requests beyond ``max_num_seqs`` only wait in its queue. The window must be so large
 that this queue is never empty between two polls. It should not be larger, because each waiting request holds its prompt
@@ -23,10 +23,13 @@ cache and without. So only a small window is costly.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from batchkit.engines.base import EngineLoad
+from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.memory import free_memory_share
+from batchkit.execution.engine_layer import EngineLayer
+from batchkit.execution.events import EngineLine, Hear, Load
+from batchkit.types import Completion, Request
 
 # Shares of max_num_seqs, except CUT: a share of the window.
 START, LARGEST, LEAST, STEP, CUT = 1.5, 4.0, 0.25, 0.25, 0.75
@@ -100,3 +103,61 @@ class Window:
 
 def _start(max_num_seqs: int) -> int:
     return max(2, int(START * max_num_seqs))
+
+
+class Windowed(EngineLayer):
+    """The lowest layer, directly above the (supervised) engine. It limits the requests in flight.
+
+    - ``fixed``: the limit, if it must not adapt to the load.
+    - ``hear``: called when the limit changes.
+    """
+
+    def __init__(self, engine: Engine, hear: Hear, fixed: int | None) -> None:
+        self._engine, self._hear = engine, hear
+        self._window = Window(engine.max_num_seqs, fixed=fixed)
+        self._in_flight = self._preemptions = 0
+        self._seen = EngineLoad(0, 0, 0.0, 0)
+
+    @property
+    def room(self) -> int:
+        return self._window.size - self._in_flight
+
+    def submit(self, request: Request) -> None:
+        self._engine.submit(request)
+        self._in_flight += 1
+
+    def resubmit(self) -> None:
+        """Do nothing: this layer holds no requests back."""
+
+    def poll(self, timeout_s: float) -> Sequence[Completion]:
+        done: Sequence[Completion] = ()
+        if self._in_flight:
+            done = self._engine.poll(timeout_s)
+            self._in_flight -= len(done)
+        elif timeout_s:
+            time.sleep(timeout_s)  # all requests wait in layers above
+        self._adapt()
+        return done
+
+    @property
+    def load(self) -> Load:
+        seen = self._seen
+        return Load(
+            self._window.size,
+            self._in_flight,
+            seen.running,
+            seen.waiting,
+            seen.kv_cache_usage,
+            self._preemptions,
+            seen.unfinished_tokens,
+            trouble=seen.trouble,
+        )
+
+    def close(self) -> None:
+        """Do nothing: the engine outlives its layers."""
+
+    def _adapt(self) -> None:
+        self._seen = load = self._engine.load()
+        self._preemptions += load.preempted
+        if change := self._window.adapt(load, self._in_flight, self._engine.max_num_seqs):
+            self._hear(EngineLine(change))

@@ -13,8 +13,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from batchkit.config.loading import learn_secrets
+from batchkit.execution.engine_pool import RunEngines
 from batchkit.execution.events import Line, Load
-from batchkit.execution.lane import POLL_S, Lane, Opening
+from batchkit.execution.lane import POLL_S, Lane
 from batchkit.execution.requests import Requests
 from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.settle import SettledLine, to_line
@@ -42,23 +43,24 @@ class Worker:
     before the row's record. One thread calls ``fill`` and ``poll`` alternately until ``is_done``. The constructor loads
     the models.
 
-    ``engines``: names of the engines to load.
+    - ``engines``: names of the engines to load.
+    - ``opened``: opens them.
 
     Raises:
         JobError, EngineError: the model can't be loaded.
     """
 
     def __init__(
-        self, start: Start, requests: Requests, engines: Sequence[str], opening: Opening
+        self, start: Start, requests: Requests, engines: Sequence[str], opened: RunEngines
     ) -> None:
         learn_secrets(start.job)  # a worker on Ray is another process, which must mask secrets, too
         self._start, self._requests = start, requests
-        self._hear = opening.hear
+        self._hear = opened.hear
         self._unwritten = deque[Completion]()
         self._lanes: list[Lane] = []
         with ExitStack() as held:
             for name in engines:
-                lane = Lane(start, name, requests, opening)
+                lane = Lane(start, name, requests, opened)
                 held.enter_context(closing(lane))
                 self._lanes.append(lane)
             self._held = held.pop_all()

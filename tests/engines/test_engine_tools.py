@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_engine, open_preflight
 from batchkit.errors import RequestError
-from batchkit.execution.attempts import with_smaller_media
+from batchkit.execution.retry import with_smaller_media
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.types import Request, Row
 from tests.support.chat_server import serving

@@ -24,7 +24,6 @@ from batchkit.execution.cluster.actor import Actor
 from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.cluster.session import needs
 from batchkit.execution.events import EngineLine, Event
-from batchkit.execution.lane import KeptEngine, Opening
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.run import start_run
 from batchkit.execution.start import Start, StartOptions
@@ -228,8 +227,7 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(
     options = {"give_up_s": 0.5, "max_num_seqs": 4}
     engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url, "options": options}
     made = job(engine=engine, prompt={"user": "{{ q }}"}, workers={"count": 1})
-    opening = Opening(lambda event: None, KeptEngine(in_a_folder / "engine.log"))
-    pool = RayPool(Start.of(made), Due("now", "late", "hang"), [""], opening)
+    pool = RayPool(Start.of(made), Due("now", "late", "hang"), [""], lambda event: None)
     answered: list[int] = []
 
     def answer(enough: Callable[[], object]) -> None:
@@ -268,9 +266,8 @@ def test_a_worker_that_dies_before_its_first_answer_is_given_up(
     made = job(workers={"count": 1}, run={"max_engine_restarts": 1})
     references: Any = Deadly()
     start = replace(Start.of(made), references=references)
-    opening = Opening(hear, KeptEngine(tmp_path / "engine.log"))
     with pytest.raises(EngineError, match="the worker died 2 times without an answer"):
-        RayPool(start, Due(), [""], opening)
+        RayPool(start, Due(), [""], hear)
     assert [line for line in heard if "worker 0 died with 0 rows: ActorDiedError: " in line]
 
 

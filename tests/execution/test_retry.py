@@ -19,7 +19,7 @@ from batchkit.errors import (
     RowTimeoutError,
     TemplateError,
 )
-from batchkit.execution.attempts import Attempts, next_attempt, wait_s, with_temperature
+from batchkit.execution.retry import Attempts, next_attempt, wait_s, with_temperature
 from batchkit.execution.start import Start
 from batchkit.types import Completion, Cut, Request, Row
 

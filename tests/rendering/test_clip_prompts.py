@@ -11,7 +11,7 @@ import pytest
 
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError, MediaError, RequestError
-from batchkit.execution.attempts import with_smaller_media
+from batchkit.execution.retry import with_smaller_media
 from batchkit.rendering.renderer import PromptRenderer
 from batchkit.types import Audio, Request, Row, Video
 from tests.support import clips

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from batchkit.errors import PromptTooLongError, RequestError, TemplateError
-from batchkit.execution.attempts import with_smaller_media
+from batchkit.execution.retry import with_smaller_media
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.types import Pair, Request, Row
 from tests.support.dry_runs import job

@@ -21,7 +21,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import max_num_seqs_of
 from batchkit.errors import BudgetError
-from batchkit.execution.lane import KeptEngine
+from batchkit.execution.engine_pool import EnginePool
 from batchkit.execution.start import StartOptions
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.input import Input
@@ -66,7 +66,7 @@ def answer_sample(job: JobConfig, source: Input, rows: Sequence[int], say: Say) 
         BatchkitError: The run can't start or stopped (see ``start_run``), or a budget is used up. Finished answers are
             kept.
     """
-    with closing(KeptEngine(job.folder / LOG)) as kept:
+    with closing(EnginePool(job.folder / LOG)) as kept:
         if job.workers.count is not None:
             running = _running(job, kept)
             wave, ended = _answered(job, source, rows, running, None)
@@ -109,7 +109,7 @@ def rows_in_kv_cache(folder: Path, starts_before: int) -> int | None:
     return max(1, int(median(full))) if full else None
 
 
-def _running(job: JobConfig, kept: KeptEngine) -> int:
+def _running(job: JobConfig, kept: EnginePool) -> int:
     """Return the number of concurrent requests of one engine of the job."""
     given = job.engine.options.get("max_num_seqs")
     if kept.idle:  # with several engines, use the smallest value
@@ -122,7 +122,7 @@ def _running(job: JobConfig, kept: KeptEngine) -> int:
 
 
 def _answered(
-    job: JobConfig, source: Input, rows: Sequence[int], window: int, kept: KeptEngine | None
+    job: JobConfig, source: Input, rows: Sequence[int], window: int, kept: EnginePool | None
 ) -> tuple[Wave, RunSummary]:
     workers = None if kept is not None else 1
     of_wave = job.model_copy(

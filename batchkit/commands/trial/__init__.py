@@ -34,7 +34,7 @@ from batchkit.engines.memory import family_bytes, gpu_bytes
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import holds_model
 from batchkit.errors import EngineError, InputError, Interrupted, JobError
-from batchkit.execution.lane import KeptEngine
+from batchkit.execution.engine_pool import EnginePool
 from batchkit.execution.run import start_run
 from batchkit.execution.start import StartOptions
 from batchkit.execution.stop import StopRequest
@@ -57,7 +57,7 @@ def tried(
     source: Input | None,
     options: StartOptions,
     *,
-    kept: KeptEngine | None = None,
+    kept: EnginePool | None = None,
     stop: StopRequest | None = None,
 ) -> RunSummary:
     """Run ``job`` like ``start_run``, but raise an exception if the run did not end normally.
@@ -125,7 +125,7 @@ def trials_of(job: JobConfig, rows: int | None, command: str) -> Iterator[Trials
     log = trials_folder(job, command) / LOG
     with (
         StopRequest().installed() as stop,
-        closing(KeptEngine(log)) as kept,  # its engines are forks of one process
+        closing(EnginePool(log)) as kept,  # its engines are forks of one process
     ):
         trials = Trials(job, rows, log.parent, kept, stop)
         try:
@@ -144,7 +144,7 @@ class Trials:
     the trials use the first ``rows`` of them."""
 
     def __init__(
-        self, job: JobConfig, rows: int | None, folder: Path, kept: KeptEngine, stop: StopRequest
+        self, job: JobConfig, rows: int | None, folder: Path, kept: EnginePool, stop: StopRequest
     ) -> None:
         self.total = count_rows(job.input)
         if not self.total:
@@ -216,9 +216,7 @@ class Trials:
             if watch.stop.signum is None:
                 raise
         finally:
-            for loaded in self._kept.idle.values():
-                loaded.engine.close()
-            self._kept.idle.clear()
+            self._kept.close_idle()
             if self._stop.signum is not None:  # a run interrupted by a signal may end in any state
                 raise Interrupted(self._stop.signum)
 

@@ -20,6 +20,7 @@ from pydantic import (
 from batchkit.config.seams import EngineKind
 from batchkit.config.server_command import check_command
 from batchkit.config.tables.base import Free, Identity, PositiveSeconds, Table
+from batchkit.config.tables.parameters import Layers
 
 DEMO_MODEL = "batchkit-demo"
 DEMO_MODELS = {DEMO_MODEL: "demo_model", f"{DEMO_MODEL}-speech": "demo_speech"}
@@ -88,6 +89,10 @@ class EngineTable(Table):
     tool_call_parser: Identity[str | None] = None
     """Name of vLLM's parser for tool calls, as in `vllm serve --tool-call-parser`, for example `hermes`. The record
     then holds the calls as `tool_calls`, in OpenAI's format."""
+    layers: Identity[Layers] = Field({})
+    """Engine layers of installed packages, for example `["known-answers"]`: code between batchkit's retries and the
+    engine, which may change, repeat or answer requests (docs/plugins.md). The first one is the highest. A table gives
+    the parameters of a layer: `{ NAME = { PARAMETER = VALUE } }`."""
     in_process: Free[bool] = False
     """Run the engine inside batchkit's own process, for debugging. A crash of the engine then ends the run."""
     lora: Identity[str | None] = None

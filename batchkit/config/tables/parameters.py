@@ -1,4 +1,5 @@
-"""The keys ``extract`` and ``scorers``: names of extractors and scorers, each with its parameters.
+"""The keys ``extract``, ``scorers`` and ``layers``: names of extractors, scorers and engine layers, each with its
+parameters.
 
 In the job file, each one is a name, or a table ``{ NAME = { PARAMETER = VALUE } }``. In ``JobConfig``, the key is a
 dict: by name, the values of all parameters, including defaults.
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, PlainSerializer, ValidationError
 
 from batchkit.config.problems import shown
-from batchkit.config.seams import EXTRACTORS, SCORERS, Seam
+from batchkit.config.seams import EXTRACTORS, LAYERS, SCORERS, Seam
 
 Parameters = dict[str, dict[str, Any]]
 
@@ -66,3 +67,5 @@ Extract = Annotated[Parameters, *_key_of(EXTRACTORS)]
 """One extractor."""
 Scorers = Annotated[Parameters, *_key_of(SCORERS)]
 """Any number of scorers, in the order of the job file."""
+Layers = Annotated[Parameters, *_key_of(LAYERS)]
+"""Any number of engine layers, the highest first."""

@@ -24,9 +24,10 @@ from msgspec import structs
 
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, EngineError, JobError
+from batchkit.execution.engine_pool import EnginePool, RunEngines
 from batchkit.execution.engine_turns import grouping_of
 from batchkit.execution.events import EngineHistory, Event, Load
-from batchkit.execution.lane import POLL_S, KeptEngine, Opening
+from batchkit.execution.lane import POLL_S
 from batchkit.execution.requests import requests_of
 from batchkit.execution.start import Start
 from batchkit.execution.worker import EngineFacts, Returned, Worker
@@ -134,10 +135,12 @@ class Actor:
                 # Ends the threads that wait for rows to render.
                 held.callback(self._inbox.put, None)
                 log = _engine_log(self._start.job.folder, self._number)
-                engines = held.enter_context(closing(KeptEngine(log)))
+                engines = held.enter_context(closing(EnginePool(log)))
                 environments = grouping_of(self._start.job).environments
-                opening = Opening(self._hear, engines, known, environments=environments)
-                worker = Worker(self._start, requests, self._engines, opening)
+                opened = RunEngines(
+                    self._start, engines, self._hear, known=known, environments=environments
+                )
+                worker = Worker(self._start, requests, self._engines, opened)
                 held.enter_context(closing(worker))
                 self._answer(worker)
         except JobError as error:

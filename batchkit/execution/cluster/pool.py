@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interrupted, JobError
 from batchkit.execution.cluster.actor import CLOSE_S, Actor, WorkerReport
 from batchkit.execution.cluster.leases import Leases, RayWorker
 from batchkit.execution.cluster.session import cause_of, knock, needs, session
-from batchkit.execution.events import EngineHistory, EngineLine, Found, Line, Load
-from batchkit.execution.lane import POLL_S, Opening
+from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Line, Load
+from batchkit.execution.lane import POLL_S
 from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.settle import to_line
 from batchkit.execution.start import Start
@@ -38,20 +39,28 @@ class RayPool:
     The constructor returns once the first worker is ready; the others follow. If a worker dies, another worker answers
     its rows.
 
-    ``opening``: how workers open their engines, without settings that belong to a single process.
+    - ``hear``: receives the events of the workers and their engines.
+    - ``known``: histories of earlier starts, by engine.
+    - ``guard``: surrounds the start of the workers.
 
     Raises:
         JobError: Ray is not installed, or this machine has too few GPUs for the workers.
     """
 
     def __init__(
-        self, start: Start, tasks: Tasks, engines: Sequence[str], opening: Opening
+        self,
+        start: Start,
+        tasks: Tasks,
+        engines: Sequence[str],
+        hear: Hear,
+        known: Mapping[str, EngineHistory] = MappingProxyType({}),
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._start, self._due, self._engines = start, tasks, engines
-        self._hear = opening.hear
+        self._hear = hear
         self._workers = [RayWorker(number) for number in range(start.job.workers.count or 1)]
         self._leases = Leases(self._workers, quarantined=start.options.quarantined)
-        self._known = dict(opening.known)
+        self._known = dict(known)
         self._broken: BatchkitError | None = None
         self._is_headless = False
         self._next_knock = self._head_seen = time.monotonic()
@@ -61,7 +70,7 @@ class RayPool:
                 tasks.of_turn(), max_bytes=limit, may_wait=tasks.may_wait, weigh=_weight
             )
             held.enter_context(closing(self._tasks))
-            with opening.guard():
+            with guard():
                 held.enter_context(session(start.job))
                 self._hire = self._hiring()
                 held.callback(self._dismiss)

@@ -1,4 +1,4 @@
-"""Retries within a run. A request is retried in three cases:
+"""The layer ``Retry``: retries within a run. A request is retried in three cases:
 
 - It failed for a temporary reason.
 - Its prompt was too long; the retry has a shorter one.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,9 @@ from batchkit.errors import (
     PromptTooLongError,
     RowOutOfMemoryError,
 )
-from batchkit.execution.settle import lacks_answer
+from batchkit.execution.engine_layer import EngineLayer
+from batchkit.execution.events import Load
+from batchkit.execution.settle import lacks_answer, resolved
 from batchkit.execution.start import Start
 from batchkit.rendering.body import with_temperature
 from batchkit.rendering.messages import image_part, loaded, with_note, with_parts
@@ -46,8 +48,34 @@ class _RetryState:
     spent: list[Usage] = field(default_factory=list)  # usage of the attempts that are not returned
 
 
+class Retry(EngineLayer):
+    """The layer that settles requests: each of its completions is final."""
+
+    def __init__(self, below: EngineLayer, start: Start) -> None:
+        super().__init__(below)
+        self._start, self._attempts = start, Attempts(start)
+
+    def resubmit(self) -> None:
+        self.below.resubmit()
+        while self.below.room > 0 and (request := self._attempts.pop_due()) is not None:
+            self.below.submit(request)
+
+    def poll(self, timeout_s: float) -> Sequence[Completion]:
+        done = [self.settle(completion) for completion in self.below.poll(timeout_s)]
+        return [completion for completion in done if completion is not None]
+
+    def settle(self, completion: Completion) -> Completion | None:
+        """Select the choice of ``completion``, check that it is complete, and parse it. Return the completion that
+        settles the request, or None if the request is retried."""
+        return self._attempts.settle(resolved(self._start, completion))
+
+    @property
+    def load(self) -> Load:
+        return self.below.load._replace(retried=self._attempts.retried)
+
+
 class Attempts:
-    """The retries of a lane. For each completion it decides whether the request is settled; if not, it keeps the
+    """The retries of one engine's requests. For each completion it decides whether the request is settled; if not, it keeps the
     request until its retry is due. Not thread-safe.
 
     ``retried``: number of retries so far, without those with a shorter prompt.

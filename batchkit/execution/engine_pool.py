@@ -1,0 +1,255 @@
+"""Loaded engines: the pool that keeps them, and the engines of one run, which are opened from a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+from batchkit.config.tables import JobConfig
+from batchkit.engines.base import Engine
+from batchkit.engines.faults import EngineDied
+from batchkit.engines.memory_ladder import Ladder
+from batchkit.engines.process.launcher import Launcher, log_of
+from batchkit.engines.registry import open_engine
+from batchkit.errors import EngineError
+from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Hear, Line
+from batchkit.execution.start import Start
+from batchkit.execution.supervisor import SupervisedEngine
+from batchkit.rendering.templates.prompt import constant_files
+from batchkit.storage import identity
+
+
+class EngineSpec(NamedTuple):
+    """A description of the engine that a run needs.
+
+    - ``options``, ``identity``: the options and file hashes with which the engine must be loaded.
+    - ``environment``: variables that its process gets in addition to the run's own.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    identity: Mapping[str, Any]
+    environment: Mapping[str, str] = MappingProxyType({})
+
+
+class LoadedEngine(NamedTuple):
+    """A loaded engine.
+
+    - ``spec``: the settings and files from which it was loaded. The options include all reductions.
+    - ``reductions``: options that were reduced after out-of-memory errors.
+    - ``commits``: commit hashes of models from the hub.
+    """
+
+    engine: Engine
+    spec: EngineSpec
+    reductions: Sequence[Mapping[str, Any]]
+    commits: Mapping[str, str]
+
+    def meets(self, wanted: EngineSpec) -> bool:
+        its = self.spec
+        return (its.options, its.identity) == (wanted.options, wanted.identity)
+
+
+class Pool(Protocol):
+    """A provider of loaded engines: ``EnginePool``, or a run's ``Share`` of engines that several runs use."""
+
+    @property
+    def idle(self) -> Mapping[str, LoadedEngine]: ...
+
+    def get(self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine]) -> LoadedEngine: ...
+
+    def put(self, loaded: LoadedEngine, *, is_idle: bool) -> None: ...
+
+
+class EnginePool:
+    """Loaded engines that outlive a run, so that the next run does not load them again. It serves one run at a time.
+
+    A run takes an engine, and returns it at its end if no request is in flight.
+
+    - ``idle``: engines that no run uses now, by name.
+    - ``log``: file to which ``[engine]`` prints. It should be outside the run folder, which may be moved aside while
+      the engine lives on.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self.idle: dict[str, LoadedEngine] = {}
+        self._log = log
+        self._launchers: dict[str, Launcher] = {}
+
+    def launcher(self, wanted: EngineSpec) -> Launcher:
+        """Return the launcher for the processes of the engine ``wanted``."""
+        known = self._launchers.get(wanted.name)
+        if known is None or known.environment != wanted.environment:
+            if known is not None:
+                known.close()
+            known = Launcher(log_of(self._log, wanted.name), wanted.environment)
+            self._launchers[wanted.name] = known
+        return known
+
+    def get(self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine]) -> LoadedEngine:
+        """Return the idle engine if it is alive and matches ``wanted``. Otherwise close it and call ``load``."""
+        idle = self.idle.pop(wanted.name, None)
+        if idle is not None:
+            if idle.meets(wanted) and _answers_poll(idle.engine):
+                return idle
+            idle.engine.close()
+        return load(self.launcher(wanted))
+
+    def put(self, loaded: LoadedEngine, *, is_idle: bool) -> None:
+        """Take an engine back at the end of a run. Close the engine unless ``is_idle``, because requests may be in
+        flight."""
+        if is_idle:
+            self.idle[loaded.spec.name] = loaded
+        else:
+            loaded.engine.close()
+
+    def close_idle(self) -> None:
+        """Close all idle engines, but not the launchers, which have imported the engines' libraries."""
+        for loaded in self.idle.values():
+            loaded.engine.close()
+        self.idle = {}
+
+    def close(self) -> None:
+        """Close all idle engines and launchers. The object may be used again."""
+        self.close_idle()
+        for launcher in self._launchers.values():
+            launcher.close()
+        self._launchers = {}
+
+
+class RunEngines:
+    """The engines of one run. They are opened from ``pool``, supervised, and given back.
+
+    - ``hear``: receives the engines' events.
+    - ``known``: histories of earlier starts, by engine.
+    - ``guard``: surrounds each model load.
+    - ``environments``: variables of each engine's process, in addition to the run's own.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        pool: Pool,
+        hear: Hear,
+        *,
+        known: Mapping[str, EngineHistory] = MappingProxyType({}),
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        environments: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    ) -> None:
+        self._start, self._pool, self.hear = start, pool, hear
+        self._known, self._guard, self._environments = known, guard, environments
+        self._loaded: dict[str, LoadedEngine] = {}
+
+    def open(self, name: str) -> SupervisedEngine:
+        """Return the engine ``name``, loaded and supervised. It was checked which model a server serves.
+
+        Raises:
+            JobError, EngineError: the model can't be loaded, or a file of the run has changed.
+        """
+        job, hear = self._start.job.with_engine(name), self.hear_of(name)
+        idle = self._pool.idle.get(name)
+        known = self._known.get(name, EngineHistory()) if idle is None else idle
+        ladder = Ladder(known.reductions)
+        if ladder.reductions:
+            settings = ", ".join(f"{key} = {value}" for key, value in ladder.overrides.items())
+            hear(
+                Line(
+                    f"an earlier engine of this run ran out of memory; its reduced settings are used again: {settings}"
+                )
+            )
+        engine = SupervisedEngine(
+            job,
+            hear,
+            lambda reduced: self._load(reduced, job, name, ladder),
+            ladder=ladder,
+            quarantined=self._start.options.quarantined,
+        )
+        with ExitStack() as held:
+            held.enter_context(closing(engine))
+            engine.load()  # raises if a server serves another model than before
+            held.pop_all()
+        return engine
+
+    def give_back(self, name: str, engine: SupervisedEngine) -> None:
+        """Give the engine back to the pool. If no request is in flight, it may be kept for the next run."""
+        self._pool.put(self._loaded[name], is_idle=engine.is_idle)
+
+    def hear_of(self, name: str) -> Hear:
+        """Return the receiver for events of the engine ``name``, which is added to the events."""
+        return _named(self.hear, name) if name else self.hear
+
+    def _load(self, reduced: JobConfig, job: JobConfig, name: str, ladder: Ladder) -> Engine:
+        """Load the engine of ``reduced``, or take an idle one that was loaded with the same options and files.
+
+        The supervisor calls this at the start and after each engine death. ``reduced`` is ``job`` with the reduced
+        options of ``ladder``.
+        """
+        environment = self._environments.get(name, {})
+        spec = EngineSpec(name, reduced.engine.options, self._start.identity, environment)
+
+        def load(launcher: Launcher) -> LoadedEngine:
+            engine = open_engine(reduced, launcher)
+            return LoadedEngine(engine, spec, ladder.reductions, identity.hub_commits(job))
+
+        with self._guard(), ExitStack() as held:
+            loaded = self._pool.get(spec, load)
+            held.enter_context(closing(loaded.engine))
+            check_unchanged(self._start)
+            if loaded.commits:
+                self.hear_of(name)(Found({"engine.commits": loaded.commits}))
+            held.pop_all()
+        self._loaded[name] = loaded
+        return loaded.engine
+
+
+def _named(hear: Hear, name: str) -> Hear:
+    """Return a function that adds the engine's name to an event and passes it to ``hear``."""
+
+    def hear_of_it(event: Event) -> None:
+        match event:
+            case Line(text) | EngineLine(text):
+                event = event._replace(text=f"engine {name}: {text}")
+            case EngineHistory():
+                event = event._replace(engine=name)
+            case Found(found):
+                event = Found(
+                    {f"engines.{name}.{k.removeprefix('engine.')}": found[k] for k in found}
+                )
+        hear(event)
+
+    return hear_of_it
+
+
+def check_unchanged(start: Start) -> None:
+    """Check that the files of models, functions and prompts have not changed since this start began.
+
+    A worker on another machine may not see all files, and compares only the files that it sees.
+
+    Raises:
+        EngineError: a file differs.
+    """
+    then = start.identity
+    now = identity.engine_identity(start.job) | identity.of_function(start.job)
+    if "prompt.files" in then:
+        now["prompt.files"] = constant_files(start.job)
+    if changes := identity.differences(_only(then, now), _only(now, then)):
+        raise EngineError(
+            "files have changed since the run began, and all answers of a run must come from the same"
+            f" model and prompt: {'; '.join(changes)}. Every finished row is on disk: restore"
+            " the old files and run the same command again, or begin a new run (--fresh)"
+        )
+
+
+def _only(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in one.items() if key in other}
+
+
+def _answers_poll(engine: Engine) -> bool:
+    try:
+        engine.poll(0)
+    except (EngineDied, EngineError):
+        return False
+    return True
