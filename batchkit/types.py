@@ -463,29 +463,35 @@ class Counted(Struct, kw_only=True, omit_defaults=True):
     generations_lost: Count | None = None  # generations that ``steps.jsonl`` lost in a crash
 
 
-class Record(Counted, kw_only=True, omit_defaults=True):
+class LoggedAnswer(Counted, kw_only=True, omit_defaults=True):
+    """The fields that a record shares with a generation (``storage/lines.py``)."""
+
+    attempt: Annotated[int, Meta(ge=0, lt=2**31)]  # number of the attempt, from 1
+    text: str | None  # None for pooling tasks, and in the record of a failed row
+    finish_reason: str | None
+    latency_s: float
+    finished_at: str  # UTC, see ``utc_now``
+    reasoning: str | None = None  # may also be set if failed
+    tool_calls: Sequence[ToolCall] | None = None
+    choices: Sequence[ChoiceLine] | None = None  # set if there are several, or logprobs
+    selected: Count | None = None  # as in Completion
+    votes: Mapping[str, Count] | None = None  # as in Completion
+    lora: str | None = None  # as in Request
+
+
+class Record(LoggedAnswer, kw_only=True, omit_defaults=True):
     """One line of ``results.jsonl``: the outcome of one row. A line is valid if msgspec decodes it as a Record.
 
     For rows with several generations, ``usage`` and ``latency_s`` are sums.
     """
 
-    attempt: Annotated[int, Meta(ge=0, lt=2**31)]  # number of the attempt, from 1
-    text: str | None  # None if failed, and for pooling tasks
-    finish_reason: str | None
-    latency_s: float
-    finished_at: str  # UTC, see ``utc_now``
     fields: dict[str, Any] | Raw  # the input columns in ``output.keep``
     input_hash: str  # shows whether a later input has the same row
-    reasoning: str | None = None  # may also be set if failed
-    tool_calls: Sequence[ToolCall] | None = None
     parsed: Any = None  # JSON value of the text, with ``output.parse``
     # Unset if the job scores nothing; None if the answer contains no prediction.
     prediction: str | UnsetType | None = UNSET
     scores: Mapping[str, float | None] | None = None  # None if the job scores nothing
     unscored: str | None = None  # why some scores could not be computed
-    choices: Sequence[ChoiceLine] | None = None  # set if there are several, or logprobs
-    selected: Count | None = None  # as in Completion
-    votes: Mapping[str, Count] | None = None  # as in Completion
     label: str | None = None  # classify
     probabilities: Sequence[float] | None = None  # classify
     score: float | Sequence[float] | None = None  # score; a list if the row has a list of documents
@@ -495,7 +501,6 @@ class Record(Counted, kw_only=True, omit_defaults=True):
     steps: dict[str, dict[str, Any]] | Raw | None = None  # answers of ``[[steps]]``, by step name
     prompt: str | None = None  # with ``output.prompt``
     truncated_tokens: int | None = None  # tokens cut from the prompt to make it fit
-    lora: str | None = None  # as in Request
     endpoint: str | None = None  # as in Request
     dry_run: bool = False  # the answer is from an engine without a model
     seconds: float | None = None  # transcribe: this and the next three are as in Transcript

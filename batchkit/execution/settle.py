@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from msgspec import UNSET, Raw, structs
 from msgspec.structs import replace
 
-from batchkit.config.masking import masked_text
 from batchkit.errors import EmptyTextError, InvalidOutputError, ServerError
 from batchkit.execution.start import Start
 from batchkit.scoring import Scored
 from batchkit.scoring.parsed import value_of
 from batchkit.storage.ledger import RecordLine, line_of
 from batchkit.storage.plain_json import encoded
-from batchkit.storage.schema import error_of, is_count, possible, seconds_of
+from batchkit.storage.schema import answer_of, is_count
 from batchkit.storage.steps import GenerationLine, generation_line
-from batchkit.types import BROKEN_OFF, Choice, Completion, Pooled, Record, line_of_choice, utc_now
+from batchkit.types import BROKEN_OFF, Choice, Completion, Pooled, Record
 
 SettledLine = RecordLine | GenerationLine
 _NO_FIELDS = Raw(b"{}")
@@ -89,34 +88,16 @@ def to_record(
     - ``with_choices``: store all choices if there are several.
     - ``scored``: the scores; None if the job scores nothing.
     """
-    request, error, usage = completion.request, completion.error, completion.usage
-    row, choice = request.row, completion.choice
+    request, error, choice = completion.request, completion.error, completion.choice
     kept = completion.choices if with_choices or choice is None else [choice]
-    several = len(kept) > 1 or (choice is not None and choice.logprobs is not None)
     return Record(
-        index=row.index,
-        id=row.id,
-        status="ok" if error is None else "failed",
-        attempt=request.attempt,
-        text=choice.text if error is None and choice is not None else None,
-        finish_reason=choice.finish_reason if choice is not None else None,
-        usage=possible(usage),
-        earlier_usage=possible(completion.earlier_usage),
-        latency_s=round(seconds_of(completion.latency_s), 4),
-        finished_at=utc_now(),
-        error=None if error is None else error_of(error),
-        fields=_raw({name: row.fields.get(name) for name in keep}) if keep else _NO_FIELDS,
+        **answer_of(completion, kept, of_failed=False),
+        fields=_raw({name: request.row.fields.get(name) for name in keep}) if keep else _NO_FIELDS,
         input_hash=request.input_hash,
-        reasoning=choice.reasoning if choice is not None else None,
-        tool_calls=cast(Any, choice.tool_calls) if error is None and choice is not None else None,
         parsed=None if error is not None or completion.parsed is None else _raw(completion.parsed),
-        choices=[*map(line_of_choice, kept)] if several and error is None else None,
         prompt=completion.prompt if with_prompt else None,
         truncated_tokens=_truncated_tokens(completion),
-        lora=request.lora and masked_text(request.lora),
         endpoint=request.endpoint,
-        selected=completion.selected if error is None else None,
-        votes=completion.votes if error is None else None,
         generations=completion.generations,
         steps=None if completion.steps is None else _raw(completion.steps),
         prediction=UNSET if scored is None else scored.prediction,

@@ -8,50 +8,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import orjson
 
 from batchkit.errors import StoreError
 from batchkit.storage import plain_json
-from batchkit.types import ChoiceLine, Count, Counted, ErrorInfo, Record, ToolCall, Usage
+from batchkit.types import Count, Counted, LoggedAnswer, Record
 
 LINE_HEAD = b'{"index":'
 NO_TEXT = ("embedding", "label", "score", "segments")  # answers that may have no text
 
 
-class Generation(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Generation(LoggedAnswer, kw_only=True, omit_defaults=True):
     """One line of ``steps.jsonl``: one generation of a row that has several.
 
-    - ``index``, ``id``: the row.
     - ``call``: number of the generation among the row's generations of the same step, from 0.
-    - ``usage``, ``earlier_usage``: tokens of the returned attempt, and of all other attempts.
     - ``replay``: "fresh" if the row may make other requests than the recorded ones when it is run again. This is so if
       some of its generations may be lost, or if another function or another job made them.
     """
 
-    index: Count
     step: str
     call: Count
-    id: str
-    status: Literal["ok", "failed"]
-    attempt: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     request_hash: str
-    latency_s: float
-    finished_at: str
     engine: str | None = None
-    text: str | None = None
-    reasoning: str | None = None
-    tool_calls: Sequence[ToolCall] | None = None
-    finish_reason: str | None = None
-    usage: Usage | None = None
-    earlier_usage: Usage | None = None
-    error: ErrorInfo | None = None
-    choices: Sequence[ChoiceLine] | None = None
-    selected: Count | None = None
-    votes: Mapping[str, Count] | None = None
-    lora: str | None = None
     replay: Literal["fresh"] | None = None
 
 

@@ -1,4 +1,4 @@
-"""Conversion of a server's answers into values that a record can hold.
+"""Conversion of answers into values that a line of a log can hold.
 
 ``choice_of`` and ``possible`` replace or drop invalid parts, so that readers (``lines.py``) accept every line that is
 written.
@@ -7,7 +7,7 @@ written.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,9 +16,50 @@ from batchkit.config.masking import masked_text
 from batchkit.config.terminal import bounded
 from batchkit.errors import RowError
 from batchkit.storage.plain_json import encoded, valid
-from batchkit.types import COUNT_LIMIT, Choice, ErrorInfo, Usage
+from batchkit.types import (
+    COUNT_LIMIT,
+    Choice,
+    Completion,
+    ErrorInfo,
+    Usage,
+    line_of_choice,
+    utc_now,
+)
 
 LEAST_LOGPROB = -9999.0  # OpenAI and vLLM's server use it for an impossible token
+
+
+def answer_of(
+    completion: Completion, choices: Sequence[Choice], *, of_failed: bool
+) -> dict[str, Any]:
+    """Return the fields of ``LoggedAnswer`` for ``completion``.
+
+    - ``choices``: the choices to store.
+    - ``of_failed``: store the answer also if the completion has an error.
+    """
+    request, error, choice = completion.request, completion.error, completion.choice
+    keeps = of_failed or error is None
+    several = len(choices) > 1 or (choice is not None and choice.logprobs is not None)
+    answer = choice if keeps else None
+    return {
+        "index": request.row.index,
+        "id": request.row.id,
+        "status": "ok" if error is None else "failed",
+        "attempt": request.attempt,
+        "text": None if answer is None else answer.text,
+        "reasoning": None if choice is None else choice.reasoning,
+        "tool_calls": None if answer is None else answer.tool_calls,
+        "finish_reason": None if choice is None else choice.finish_reason,
+        "usage": possible(completion.usage),
+        "earlier_usage": possible(completion.earlier_usage),
+        "latency_s": round(seconds_of(completion.latency_s), 4),
+        "finished_at": utc_now(),
+        "error": None if error is None else error_of(error),
+        "choices": [*map(line_of_choice, choices)] if several and keeps else None,
+        "selected": completion.selected if keeps else None,
+        "votes": completion.votes if keeps else None,
+        "lora": request.lora and masked_text(request.lora),
+    }
 
 
 def is_count(value: Any) -> bool:

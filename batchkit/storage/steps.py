@@ -13,21 +13,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
 from msgspec.structs import replace
 
 import batchkit.errors
-from batchkit.config.masking import masked_text
 from batchkit.errors import RowError, ServerError
 from batchkit.storage.checkpoint import StepsPoint, Totals
 from batchkit.storage.files import disk_errors
 from batchkit.storage.lines import Generation, Spent, encoded, generation_in
 from batchkit.storage.log import STEPS, Log, LogLine, read_generations
-from batchkit.storage.schema import error_of, possible, seconds_of
-from batchkit.types import Choice, Completion, Request, Usage, line_of_choice, utc_now
+from batchkit.storage.schema import answer_of
+from batchkit.types import Choice, Completion, Request, Usage
 
 
 class GenerationLine(NamedTuple):
@@ -38,33 +37,14 @@ class GenerationLine(NamedTuple):
 
 
 def generation_line(completion: Completion) -> GenerationLine:
-    request, error = completion.request, completion.error
-    call = request.call
+    call = completion.request.call
     assert call is not None
-    choice = completion.choice
-    several = len(completion.choices) > 1 or (choice is not None and choice.logprobs is not None)
     generation = Generation(
-        index=request.row.index,
+        **answer_of(completion, completion.choices, of_failed=True),
         step=call.step,
         call=call.number,
-        status="ok" if error is None else "failed",
-        id=request.row.id,
-        attempt=request.attempt,
-        engine=call.engine or None,
         request_hash=call.request_hash,
-        text=None if choice is None else choice.text,
-        reasoning=None if choice is None else choice.reasoning,
-        tool_calls=None if choice is None else cast(Any, choice.tool_calls),
-        finish_reason=None if choice is None else choice.finish_reason,
-        usage=possible(completion.usage),
-        earlier_usage=possible(completion.earlier_usage),
-        latency_s=round(seconds_of(completion.latency_s), 4),
-        finished_at=utc_now(),
-        error=None if error is None else error_of(error),
-        choices=[*map(line_of_choice, completion.choices)] if several else None,
-        selected=completion.selected,
-        votes=completion.votes,
-        lora=request.lora and masked_text(request.lora),
+        engine=call.engine or None,
     )
     return line_with(generation)
 
@@ -89,7 +69,7 @@ def completion_of(line: Mapping[str, Any], request: Request) -> Completion:
     if "choices" in line:
         choices = tuple(map(_choice, line["choices"]))
     else:
-        choices = (_choice(line),) if "text" in line else ()
+        choices = () if line["text"] is None else (_choice(line),)
     return Completion(
         request,
         choices,
