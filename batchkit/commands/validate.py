@@ -21,6 +21,7 @@ from batchkit.engines.registry import open_preflight
 from batchkit.errors import JobError, PromptTooLongError, RowError
 from batchkit.execution.first_rows import blanks_in, check_columns, check_uses_a_column, hints
 from batchkit.execution.rollouts.function import loaded_function
+from batchkit.rendering.held_media import HeldMedia
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.rendering.steps import Renderer, render_or_fail, renderer_of
 from batchkit.rendering.tools import ignored_tools
@@ -155,7 +156,7 @@ def checked(job: JobConfig, rows: Iterator[Row]) -> Iterator[CheckedRows]:
         partial(render_or_fail, renderer) if job.rollout is None else _read_only,
         threads=job.run.render_threads,
         ahead=2 * job.run.render_threads,
-        max_bytes=job.media.max_memory_bytes,
+        held=HeldMedia(job.media.max_memory_bytes),
     )
     with closing(prefetch):
         while not prefetch.exhausted:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from batchkit.execution.rollouts.rollouts import PausedRow, Rollouts
 from batchkit.execution.start import Start
+from batchkit.rendering.held_media import HeldMedia
 from batchkit.rendering.prefetch import AHEAD, READ_AT_ONCE, Prefetch
 from batchkit.rendering.steps import render_or_fail
 from batchkit.types import Completion, Request, Task
@@ -25,9 +26,8 @@ class RowRequests:
             if is_light
             else job.run.render_threads,  # more threads would only wait for the GIL
             ahead=AHEAD,
-            max_bytes=job.media.max_memory_bytes,
+            held=HeldMedia(job.media.max_memory_bytes, start.options.media_holders),
             at_once=1 if may_wait or renderer.takes_long else READ_AT_ONCE,
-            holders=start.options.media_holders,
         )
         self.release, self.close = self._ahead.release, self._ahead.close
 

@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, StartFailed
@@ -29,12 +27,12 @@ from batchkit.errors import (
     RowOutOfMemoryError,
     RowTimeoutError,
 )
-from batchkit.execution.bisection import Suspects
 from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Note
+from batchkit.execution.host_memory import UNRELATED, HostMemory
+from batchkit.execution.row_search import RowSearch
 from batchkit.types import Completion, Key, Request
 
 LONGEST_PAUSE_S = 10  # between attempts to open an engine
-_STRETCH = 1000  # after this many answers, two events count as unrelated
 _DEATH = "it died"
 _KILLED = "SIGKILL"
 _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, if the engine died before it reported
@@ -66,16 +64,13 @@ class SupervisedEngine:
         self._job, self._hear, self._open_engine = job, hear, open_engine
         self._sleep = sleep
         self.ladder = ladder or Ladder(())
-        self._suspects = Suspects[Request]()
-        self._quarantined = set(quarantined)
+        self._search = RowSearch(quarantined)
+        self._host_memory = HostMemory(job.run.max_host_gb, self._say)
         self._in_flight: dict[Key, Request] = {}
         self._held: deque[Request] = deque()
-        self._answered: Request | None = None
-        self._probe: Request | None = None
         self._deaths = 0
         self._restart_due = ""
-        self._host_gb_at_start: float | None = None  # memory of the newest engine, in GiB
-        self._since_growth = self._since_kill = _STRETCH  # answers since the last such event
+        self._since_kill = UNRELATED  # answers since the last unexplained kill
         self.restarts = 0
         self._served: Mapping[str, Any] = {}
         self._engine = self._open()
@@ -94,8 +89,8 @@ class SupervisedEngine:
         return self._engine.versions
 
     def submit(self, request: Request) -> None:
-        if request.row.index in self._quarantined:
-            self._suspects.suspect(request)
+        if self._search.is_quarantined(request):
+            self._search.suspect(request)
         elif self._must_hold:
             self._held.append(request)
         else:
@@ -113,7 +108,7 @@ class SupervisedEngine:
         for completion in done:
             del self._in_flight[completion.request.key]
         self._count_success(done)
-        return [completion for completion in done if not self._note_probe(completion)]
+        return self._search.drop_probe(done)
 
     def abort(self, requests: Sequence[Request]) -> None:
         self._engine.abort(requests)
@@ -127,7 +122,7 @@ class SupervisedEngine:
             self._served = load.served
             self._hear(Found({"engine.served": load.served}))
         self._watch_memory(load.host_bytes / 2**30)
-        return load._replace(waiting=load.waiting + len(self._held) + len(self._suspects))
+        return load._replace(waiting=load.waiting + len(self._held) + len(self._search))
 
     def close(self) -> None:
         self._engine.close()
@@ -139,7 +134,7 @@ class SupervisedEngine:
 
     @property
     def _must_hold(self) -> bool:
-        return bool(self._suspects or self._restart_due or self._held)
+        return bool(self._search or self._restart_due or self._held)
 
     def _hand_over(self, request: Request) -> None:
         self._in_flight[request.key] = request
@@ -150,71 +145,34 @@ class SupervisedEngine:
         flight."""
         if self._restart_due:
             self._restart()
-        if self._suspects and self._deaths > self._job.run.max_engine_restarts // 2:
-            self._prove_sound()
-        for request in self._suspects.next_group():
+        if self._search and self._deaths > self._job.run.max_engine_restarts // 2:
+            # A search that needs many deaths would otherwise be given up at ``run.max_engine_restarts``: an answer
+            # resets their count.
+            self._search.prove_sound(self._held)
+        for request in self._search.next_group():
             self._hand_over(request)
-        while not self._suspects and self._held:
+        while not self._search and self._held:
             self._hand_over(self._held.popleft())
-
-    def _prove_sound(self) -> None:
-        """Queue a row that is most likely harmless. Its answer shows that the engine works, and resets the count of
-        deaths.
-
-        Without this answer, a search that needs many deaths would be given up at ``run.max_engine_restarts``. The row
-        is the first of these that exists: a waiting request, the last answered request (as a probe, whose second answer
-        is dropped), or a suspect.
-        """
-        if self._held:
-            self._suspects.interpose([self._held.popleft()])
-        elif self._answered is not None:
-            sampling = {**self._answered.sampling, "max_tokens": 1, "min_tokens": 0}
-            self._probe = replace(self._answered, sampling=sampling)
-            self._suspects.interpose([self._probe])
-        else:
-            self._suspects.single_out()
-
-    def _note_probe(self, completion: Completion) -> bool:
-        """Return whether ``completion`` answers the probe instead of a lane's request. A failed probe is not used
-        again."""
-        if completion.request is not self._probe:
-            return False
-        if completion.error is not None:
-            self._answered = None  # a failure proves nothing about the engine
-        return True
 
     def _count_success(self, done: Sequence[Completion]) -> None:
         answered = [completion.request for completion in done if completion.error is None]
         if not answered:
             return
-        self._answered = answered[-1]
+        self._search.note_answers(answered)
         self._deaths = 0
-        self._since_growth += len(answered)
+        self._host_memory.note_answers(len(answered))
         self._since_kill += len(answered)
-        if not self._suspects:
+        if not self._search:
             self.ladder.save()
 
     def _watch_memory(self, host_gb: float) -> None:
         """Plan a restart if the engine's process needs more memory than ``run.max_host_gb``. ``host_gb``: 0 if
         unknown."""
-        limit = self._job.run.max_host_gb
-        if self._restart_due or limit is None or not host_gb:
+        if self._restart_due or not (excess := self._host_memory.excess(host_gb)):
             return
-        is_new = self._host_gb_at_start is None
-        if self._host_gb_at_start is None:
-            self._host_gb_at_start = host_gb
-        held = f"{host_gb:.1f} GiB (run.max_host_gb = {limit:g})"
-        if self._host_gb_at_start > limit:
-            if is_new:
-                self._say(
-                    f"a new engine already uses {held}: a restart would not help; raise run.max_host_gb"
-                )
-            return
-        if host_gb > limit:
-            self._restart_due = f"the engine's process uses {held}"
-            if self._since_growth < _STRETCH:  # twice within a short time: the batch is too large
-                self._make_smaller(Fault("oom", "run.max_host_gb", self._restart_due))
-            self._since_growth = 0
+        self._restart_due = excess
+        if self._host_memory.note_restart():
+            self._make_smaller(Fault("oom", "run.max_host_gb", excess))
 
     def _bury(self, death: EngineDied) -> list[Completion]:
         """Handle the death of the engine. If it proves a poison row, return this row as failed.
@@ -222,14 +180,14 @@ class SupervisedEngine:
         The next engine is opened later by ``poll``, because that may take minutes or fail.
         """
         fault = self._judged(death.fault)
-        in_flight = [r for r in self._in_flight.values() if r is not self._probe]
+        in_flight = self._search.without_probe(self._in_flight.values())
         self._in_flight.clear()
         self._restart_due = _DEATH
         rows = "1 row" if len(in_flight) == 1 else f"{len(in_flight)} rows"
         self._say(f"engine died ({fault.kind}) with {rows} in flight: {fault}")
         if death.stacks:
             self._hear(Note(death.stacks))
-        was_expected = len(in_flight) == 1 and in_flight[0].row.index in self._quarantined
+        was_expected = len(in_flight) == 1 and self._search.is_quarantined(in_flight[0])
         poison = self._poison(death, in_flight)
         if not was_expected:
             self._count_death(fault, may_raise=poison is None)
@@ -245,7 +203,7 @@ class SupervisedEngine:
         if poison.call is not None:
             row += f", {poison.call.in_words},"
         if death.request is None:
-            self._quarantined.add(poison.row.index)
+            self._search.quarantine(poison)
             self._say(f"{row} kills the engine even if it runs alone: the row has failed")
         else:
             self._say(f"{row} killed the engine: the row has failed")
@@ -255,10 +213,10 @@ class SupervisedEngine:
         """Return ``fault``. The second unexplained kill in a row is returned as out of memory.
 
         The reason is that a person seldom kills an engine twice, and that not every host reports kills by its kernel.
-        Two kills are in a row if there were no other death and fewer than ``_STRETCH`` answers in between.
+        Two kills are in a row if there were no other death and fewer than ``UNRELATED`` answers in between.
         """
-        comes_again = self._since_kill < _STRETCH
-        self._since_kill = 0 if fault.type == _KILLED else _STRETCH
+        comes_again = self._since_kill < UNRELATED
+        self._since_kill = 0 if fault.type == _KILLED else UNRELATED
         if not (fault.is_unexplained_kill and comes_again):
             return fault
         return Fault("oom", fault.type, "killed by another process again; treated as out of memory")
@@ -268,7 +226,7 @@ class SupervisedEngine:
         if death.request not in in_flight:
             fault = death.fault
             cause = _KILLED if fault.type == _KILLED else f"{fault.kind} {fault.type}"
-            return self._suspects.record_death(in_flight, cause)
+            return self._search.record_death(in_flight, cause)
         in_flight.remove(death.request)
         self._held.extendleft(reversed(in_flight))
         return death.request
@@ -342,7 +300,7 @@ class SupervisedEngine:
                 self._say(f"out of memory at load ({fault}): next try with {_shown(reduction)}")
                 self._remember()
             else:
-                self._host_gb_at_start = None
+                self._host_memory.begin()
                 return engine
 
     def _remember(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
-from batchkit.rendering.held_media import HeldMedia, Holders
+from batchkit.rendering.held_media import HeldMedia
 from batchkit.types import Request, Task
 
 AHEAD = 256  # maximum number of rendered requests that wait to be submitted
@@ -46,7 +46,7 @@ def read_ahead(
         lambda task: task,
         threads=1,
         ahead=_READ_AHEAD,
-        max_bytes=max_bytes,
+        held=HeldMedia(max_bytes),
         at_once=1 if may_wait else READ_AT_ONCE,
         weigh=weigh,
     )
@@ -59,8 +59,7 @@ class Prefetch(Generic[Given, Made]):
     A thread does not begin another row
 
     - while ``ahead`` rendered rows wait in the queue;
-    - while requests that are not released yet hold ``max_bytes`` of decoded pixels. Runs with the same ``holders``
-      share this limit (``HeldMedia``).
+    - while the decoded pixels of requests that are not released yet reach the limit of ``held``.
 
     Each limit is exceeded by at most one row per thread, because a thread checks it only before it begins. If rows have
     no images, the first limit is exceeded by up to ``at_once`` rows per thread.
@@ -77,10 +76,9 @@ class Prefetch(Generic[Given, Made]):
         *,
         threads: int,
         ahead: int,
-        max_bytes: int,
+        held: HeldMedia,
         at_once: int = 1,
         weigh: Callable[[Made], int] = _pixel_bytes,
-        holders: Holders | None = None,
     ) -> None:
         self._rows = rows
         self._render = render
@@ -90,7 +88,7 @@ class Prefetch(Generic[Given, Made]):
         self._reading = threading.Lock()
         self._changed = threading.Condition()
         self._ready: deque[Made] = deque()
-        self._held = HeldMedia(max_bytes, holders)
+        self._held = held
         self._working = threads
         self._stopped = False
         self._error: BaseException | None = None

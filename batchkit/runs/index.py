@@ -10,7 +10,7 @@ import threading
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import BufferedReader
@@ -30,7 +30,7 @@ from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.lines import NO_TEXT, answers_in_words, failure_kind, record_in, whole_record
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest_lines import last_of_each
-from batchkit.storage.score_store import SCORES, score_lines
+from batchkit.storage.score_store import SCORES, ScoreLine, score_lines
 from batchkit.types import Record
 
 _AT_ONCE = 2_000  # lines per step
@@ -76,6 +76,40 @@ class Snapshot:
     share: float
 
 
+class ScoresFile:
+    """The ``scores.jsonl`` that an index has read, and the positions of its lines.
+
+    - ``stamp``: of the file that was read; None if there was none.
+    - ``problem``: damage to the file, or None.
+    """
+
+    def __init__(self, stamp: tuple[int, ...] | None = None) -> None:
+        self.stamp = stamp
+        self.problem: str | None = None
+        self._file: BufferedReader | None = None
+        self._rows, self._bounds = array("I"), array("q", [0])
+
+    def read(self, path: Path) -> Iterator[ScoreLine]:
+        """Yield the lines of ``path``, and note their positions. An error becomes the ``problem``."""
+        try:
+            self._file = BufferedReader(open_regular(path))
+            for raw, line in zip(self._file, score_lines(path), strict=True):
+                yield line
+                self._rows.append(line.index)
+                self._bounds.append(self._bounds[-1] + len(raw))
+        except (StoreError, OSError, ValueError) as error:
+            self.problem = str(error)
+
+    def line_of(self, row: int) -> dict[str, Any]:
+        """Return the row's line, or an empty dict if it has none."""
+        place = bisect_left(self._rows, row)
+        if self._file is None or self._rows[place : place + 1] != array("I", [row]):
+            return {}
+        start, end = self._bounds[place : place + 2]
+        line: dict[str, Any] = orjson.loads(os.pread(self._file.fileno(), end - start, start))
+        return line
+
+
 class Index:
     """The index of the log that was in ``folder`` when this object was created. Several threads may use one index.
 
@@ -99,7 +133,7 @@ class Index:
 
     @property
     def problem(self) -> str | None:
-        return self._log_problem or self._scores_problem
+        return self._log_problem or self._scored.problem
 
     def is_current(self, group_by: str | None) -> bool:
         """Return whether the folder still has the same log, not truncated, and the same grouping."""
@@ -130,7 +164,7 @@ class Index:
         """
         start = int(entry["start"])
         record = whole_record(self.raw(start, int(entry["length"])), self.path, start)
-        line = self._score_line(int(entry["row"]))
+        line = self._scored.line_of(int(entry["row"]))
         if all(line.get(name) == record.get(name) for name in ("input_hash", "finished_at")):
             record |= {name: line.get(name) for name in ("prediction", "scores", "unscored")}
         return record
@@ -138,15 +172,6 @@ class Index:
     def raw(self, start: int, length: int) -> bytes:
         """Return bytes of the log that this index has open, even if the file was replaced."""
         return os.pread(self._log.fileno(), length, start)
-
-    def _score_line(self, row: int) -> dict[str, Any]:
-        """Return the row's line of scores.jsonl, or an empty dict if it has none."""
-        place = bisect_left(self._scored_rows, row)
-        if self._scored is None or self._scored_rows[place : place + 1] != array("I", [row]):
-            return {}
-        start, end = self._scored_bounds[place : place + 2]
-        line: dict[str, Any] = orjson.loads(os.pread(self._scored.fileno(), end - start, start))
-        return line
 
     def _clear(self) -> None:
         # Only the first ``_n`` entries are set. The rest of the array is never touched, so it takes no physical memory.
@@ -158,26 +183,21 @@ class Index:
         self._scores: dict[str, array[float]] = {}  # by scorer; nan or past the end: not scored
         self._kinds: dict[str, int] = {"": 0}
         self._groups: dict[str, int] = {}
-        self._scored: BufferedReader | None = None
-        self._scored_rows, self._scored_bounds = array("I"), array("q", [0])
-        self._scored_by: tuple[int, ...] | None = (
-            None  # stamp of the scores.jsonl that was read last
-        )
-        self._scores_problem: str | None = None
+        self._scored = ScoresFile()
 
     def _grow(self, deadline: float) -> None:
         stamp = stamp_of(self.folder / SCORES)
-        if self._scored_by not in (None, stamp):
+        if self._scored.stamp not in (None, stamp):
             self._clear()
-        before = self._end, self._scored_by
+        before = self._end, self._scored.stamp
         is_whole = self._read_log(deadline)
         share = min(0.99, self._end / max(1, os.fstat(self._log.fileno()).st_size))
         if is_whole:
             share = 1.0
-            if stamp != self._scored_by:
+            if stamp != self._scored.stamp:
                 self._read_scores(stamp)
             self._check()
-        if (self._end, self._scored_by) != before or share != self._snapshot.share:
+        if (self._end, self._scored.stamp) != before or share != self._snapshot.share:
             self._snapshot = self._now(share)
 
     def _now(self, share: float) -> Snapshot:
@@ -259,21 +279,15 @@ class Index:
 
     def _read_scores(self, stamp: tuple[int, ...] | None) -> None:
         """Take the scores from each line computed from the newest record of its row."""
-        path, entries = self.folder / SCORES, self._buffer[: self._n]
-        newest, self._scored_by = last_of_each(entries["row"]), stamp
+        entries, self._scored = self._buffer[: self._n], ScoresFile(stamp)
+        newest = last_of_each(entries["row"])
         rows = entries["row"][newest]
-        try:
-            self._scored = BufferedReader(open_regular(path))
-            for raw, line in zip(self._scored, score_lines(path), strict=True):
-                place = int(rows.searchsorted(np.uint32(line.index)))
-                if place < len(rows) and rows[place] == line.index:
-                    number = int(newest[place])
-                    if entries["made"][number] == _made(line.input_hash, line.finished_at):
-                        self._put(number, {**dict.fromkeys(self._scores), **line.scores})
-                self._scored_rows.append(line.index)
-                self._scored_bounds.append(self._scored_bounds[-1] + len(raw))
-        except (StoreError, OSError, ValueError) as error:
-            self._scores_problem = str(error)
+        for line in self._scored.read(self.folder / SCORES):
+            place = int(rows.searchsorted(np.uint32(line.index)))
+            if place < len(rows) and rows[place] == line.index:
+                number = int(newest[place])
+                if entries["made"][number] == _made(line.input_hash, line.finished_at):
+                    self._put(number, {**dict.fromkeys(self._scores), **line.scores})
 
     def _check(self) -> None:
         """Check the log against its checkpoint, once. A damaged log is checked again, because it may have been

@@ -54,7 +54,6 @@ class Runner:
     ) -> None:
         self._settings, self._store, self._say = settings, store, say
         self._place, self._media_holders = place, media_holders
-        self._most = 1 if place.has_workers else MOST
         self._order = Order()
         log = log_of(settings.folder / LOG, place.name)
         self._engines = SharedEngines(log, self._on_death, place.environment)
@@ -70,6 +69,11 @@ class Runner:
         )  # rows answered by the running batches
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(2 * MOST, thread_name_prefix="run")
+
+    @property
+    def _most(self) -> int:
+        """The maximum number of batches that run at the same time."""
+        return 1 if self._place.has_workers else MOST
 
     def is_running(self, name: str) -> bool:
         with self._lock:

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from batchkit.errors import InputError, TemplateError
-from batchkit.rendering.held_media import Holders
+from batchkit.rendering.held_media import HeldMedia, Holders
 from batchkit.rendering.prefetch import Prefetch
 from batchkit.types import Completion, Request, Row
 
@@ -36,8 +36,9 @@ def some_rows(count: int) -> Iterator[Row]:
 def prefetch(
     rows: Iterator[Row], render: Callable[[Row], Request | Completion] = rendered, **limits: Any
 ) -> closing[Prefetch]:
-    defaults = {"threads": 2, "ahead": 8, "max_bytes": 2**30, "at_once": 1}
-    return closing(Prefetch(rows, render, **{**defaults, **limits}))
+    held = HeldMedia(limits.pop("max_bytes", 2**30), limits.pop("holders", None))
+    defaults = {"threads": 2, "ahead": 8, "at_once": 1}
+    return closing(Prefetch(rows, render, held=held, **{**defaults, **limits}))
 
 
 def take(queue: Prefetch) -> Request:

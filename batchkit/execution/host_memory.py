@@ -1,0 +1,51 @@
+"""The limit ``run.max_host_gb`` for the memory of an engine's process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+UNRELATED = 1000  # after this many answers, two events count as unrelated
+
+
+class HostMemory:
+    """The memory of the newest engine, compared with the limit.
+
+    - ``limit_gb``: None for no limit.
+    - ``say``: called if a restart would not help.
+    """
+
+    def __init__(self, limit_gb: float | None, say: Callable[[str], None]) -> None:
+        self._limit_gb, self._say = limit_gb, say
+        self._at_start_gb: float | None = None
+        self._n_answers = UNRELATED  # since the last restart because of memory
+
+    def begin(self) -> None:
+        """Note that a new engine was opened."""
+        self._at_start_gb = None
+
+    def note_answers(self, n_answers: int) -> None:
+        self._n_answers += n_answers
+
+    def excess(self, gb: float) -> str:
+        """Return why the engine must be restarted; "" if it need not be. ``gb``: GiB in use, 0 if unknown."""
+        limit = self._limit_gb
+        if limit is None or not gb:
+            return ""
+        is_new = self._at_start_gb is None
+        if self._at_start_gb is None:
+            self._at_start_gb = gb
+        held = f"{gb:.1f} GiB (run.max_host_gb = {limit:g})"
+        if self._at_start_gb > limit:
+            if is_new:
+                self._say(
+                    f"a new engine already uses {held}: a restart would not help; raise run.max_host_gb"
+                )
+            return ""
+        return f"the engine's process uses {held}" if gb > limit else ""
+
+    def note_restart(self) -> bool:
+        """Note a restart because of ``excess``. Return whether the last one was so recent that the batch must be too
+        large."""
+        is_recent = self._n_answers < UNRELATED
+        self._n_answers = 0
+        return is_recent
