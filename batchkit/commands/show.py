@@ -145,7 +145,7 @@ def show_rows(
     """Return the first ``most`` rows of the run in input order. ``failed`` selects failed rows, ``ids`` selects rows by
     id.
 
-    ``most`` None means five rows, or all rows with ``ids``. With ``input.cross``, the id of an input row selects all
+    If ``most`` is None, it is five; if ``ids`` is given, it is unlimited. With ``input.cross``, the id of an input row selects all
     its combinations. Prompts are rendered again from the input, if ``Reach`` allows reading it.
 
     Raises:

@@ -167,9 +167,11 @@ class _Rows:
         return self._first(self._same.get((key, input_hash), []))
 
     def other(self, key: str) -> int | None:
-        """Return the index of a row with this key and any hash that was not returned before; None if there is none.
+        """Return the index of a row that has this key, whatever its hash, and was not returned before; None if there is
+        none.
 
-        Call it after all calls of ``same``, so that it does not take a row from an unchanged record.
+        Call it only after ``same`` was called for all records, because it could return the row of a record whose input
+        is unchanged.
         """
         if self._left is None:
             found = defaultdict[str, set[int]](set)

@@ -222,7 +222,8 @@ class SupervisedEngine:
         return Fault("oom", fault.type, "killed by another process again; treated as out of memory")
 
     def _poison(self, death: EngineDied, in_flight: list[Request]) -> Request | None:
-        """Return the poison row if the engine names it, or if the search has proven it; otherwise None."""
+        """Return the row that killed the engine: the one that the engine names, or the one that the search has
+        isolated. Return None if it is not known yet."""
         if death.request not in in_flight:
             fault = death.fault
             cause = _KILLED if fault.type == _KILLED else f"{fault.kind} {fault.type}"

@@ -150,8 +150,12 @@ class StepsRenderer:
                 yield f"{place}: steps.{name} {problem}"
 
     def _reads(self) -> Iterator[tuple[int, str, str | None, str | None]]:
-        """Yield each use of ``steps`` in a template: the number of the template's step, the template's key, the name of
-        the step that is read, and the key that is read. A name is None if it is missing or computed."""
+        """Yield (number, place, name, part) for each use of ``steps.name.part`` in a template.
+
+        - ``number``: index of the step that has the template, from 0. ``place``: the template's key in the job file.
+        - ``name``: the step whose answer is used. ``part``: the key of that answer. Each is None if it is missing or
+          computed, as in ``steps[x]``.
+        """
         for number, step in enumerate(self.job.steps):
             for place, source in self._sources(step.name):
                 for name, part in keys_read(source, STEPS):

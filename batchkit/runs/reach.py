@@ -1,7 +1,8 @@
-"""Limits for readers of a run that may come from someone else: which files outside its folder may be opened.
+"""Decides which files outside a run's folder may be opened while somebody reads the run.
 
-Allowed are files below the folders that the reader names; without such folders, below those that the user's job file
-uses. Nothing is downloaded.
+The run may come from someone else, so the job in its folder is not trusted for this. Files are allowed below the
+folders that the reader names. If the reader names none, they are allowed below the folders that the job file uses from
+which the run was last started, if it is still there. Nothing is downloaded.
 """
 
 from __future__ import annotations

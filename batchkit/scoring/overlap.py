@@ -154,7 +154,10 @@ def _fixed(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """Return the words of a text without numbers. Commas and slashes separate words; apostrophes do not."""
+    """Return the words of ``text`` without articles. The caller has removed the numbers.
+
+    All punctuation separates words, except apostrophes, which are removed.
+    """
     parted = re.sub(r"[^\w\s']|_", " ", text).replace("'", "")
     return _ARTICLE.sub(" ", parted).split()
 

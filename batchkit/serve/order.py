@@ -1,7 +1,8 @@
-"""The order in which batches run: by priority first, then batches that are close to their deadline.
+"""The order in which batches run.
 
-Among batches of equal rank, all keys get equal shares of the engine (``execution/shared_engines.py``). Among the
-batches of one key, the one with the fewest rows left runs first, so a short batch never waits for a long one.
+The rank of a batch is its priority; among batches of equal priority, those close to their deadline rank first. Among
+batches of equal rank, all API keys get equal shares of the engine (``execution/shared_engines.py``). Among batches of
+equal rank and one API key, the one with the fewest rows left runs first, so a short batch never waits for a long one.
 
 If several models share one place (``model_places.py``), one of them is loaded at a time. The loaded model is replaced
 when no batch needs it, or when a batch of a better rank needs another model.

@@ -111,8 +111,11 @@ def _kind(path: str, table: InputTable, files: Sequence[str], is_in_folder: bool
 def _chosen(
     path: str, table: InputTable, kind: str, found: _Matches, is_in_folder: bool
 ) -> Listing:
-    """Return the found files of the format ``kind``. If ``input.format`` names this format, return all files, except
-    for PDFs in a folder."""
+    """Return the found files whose suffix is one of the format ``kind``.
+
+    If ``input.format`` names this format, return all found files, whatever their suffix. Only ``input.format = "pdf"``
+    with a folder still selects files by their suffix.
+    """
     are_named = kind == table.format and not (kind == "pdf" and is_in_folder)
     files = [file for file in found.files if are_named or format_with(suffix_of(file)) == kind]
     files.sort(key=_natural)

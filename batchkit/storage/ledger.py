@@ -240,8 +240,10 @@ class Ledger:
             self._lock.check()
 
     def _write_some(self, generations: list[GenerationLine]) -> list[GenerationLine]:
-        """Write ``generations`` now, and the waiting records unless they wait for a shared fsync; return a new empty
-        list."""
+        """Write ``generations`` now, and return a new empty list.
+
+        The held records are written, too, unless one of them has a vector or generations and its fsync is not due yet.
+        """
         if generations:
             self._check_lock()
             self.steps.write(generations)

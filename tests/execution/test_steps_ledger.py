@@ -281,7 +281,7 @@ def assert_counts_each_once() -> None:
     """Each generation is in the ledger and in the run's tokens once, though two records of its row have it."""
     assert set(calls(RUN).values()) == {1}
     assert is_sound()
-    used = [line["usage"]["completion_tokens"] for line in generations() if "usage" in line]
+    used = [line["usage"]["completion_tokens"] for line in generations() if line["usage"]]
     assert status()["completion_tokens"] == sum(used)
     assert status()["generations"] == verify()["generations"] == len(generations())
 

@@ -37,7 +37,7 @@ class Figures(NamedTuple):
 
 @lru_cache(RUNS_KEPT)  # computed from all rows, which takes time
 def figures_of(index: Index, snapshot: Snapshot) -> Figures:
-    """Return the figures of an indexed run."""
+    """Return the numbers for the charts and notes of a run, from the newest record of each row in ``snapshot``."""
     rows = snapshot.newest
     reached = rows[snapshot.entries["prompt_tokens"][rows] > 0]  # rows that reached the engine
     columns = {
