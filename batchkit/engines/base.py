@@ -53,7 +53,7 @@ class Engine(Protocol):
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Names and versions of the software that affects the answers, for the manifest."""
+        """Names and versions of the software that affects the answers, for the note of the start."""
 
     def submit(self, request: Request) -> None:
         """Queue ``request`` and return immediately."""

@@ -1,4 +1,4 @@
-"""An engine without a model (``kind = "dry_run"``), which answers every request immediately with a fixed sentence.
+"""An engine without a model (``kind = "dry-run"``), which answers every request immediately with a fixed sentence.
 
 Use it to try a job's input, templates, media and output at full speed. The sentence says that no model wrote it, and
 all ``n`` answers are equal. If the job requires a certain form of answer, the answer has this form:

@@ -10,7 +10,10 @@ docs/plugins.md shows how a package adds a layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
 
 from batchkit.execution.events import Load
 from batchkit.types import Completion, Request
@@ -23,7 +26,12 @@ class EngineLayer:
     """A layer that changes nothing: it passes requests down and completions up. Subclasses override methods.
 
     Every request that was submitted must come back exactly once, as a completion. A layer may answer a request itself,
-    or submit it to ``below`` again before it returns the completion. One thread uses a layer.
+    or submit it to ``below`` again (``asked_again``) before it returns the completion. It then adds the tokens of the
+    dropped answer to ``earlier_usage`` of the completion. ``Retry`` may submit a request with the same ``key`` again
+    after it came back.
+
+    A layer sees completions as the engine made them. ``Retry``, above it, then selects the choice, parses the answer,
+    and turns blank or broken-off answers into errors. One thread uses a layer.
 
     A subclass that takes parameters in the job file has them as keyword-only arguments of ``__init__``.
     """
@@ -41,7 +49,11 @@ class EngineLayer:
         self.below.submit(request)
 
     def resubmit(self) -> None:
-        """Submit waiting requests to the layer below if their time has come. It is not called while the run stops."""
+        """Submit requests that this layer holds back to the layer below if their time has come.
+
+        It is not called while the run stops. Such requests are then dropped, because the run waits only for requests
+        in flight.
+        """
         self.below.resubmit()
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
@@ -50,9 +62,14 @@ class EngineLayer:
 
     @property
     def load(self) -> Load:
-        """The load of the engine, with the requests in the layers above it."""
+        """The load of the engine. ``retried`` also counts the retries of this layer and of the layers below."""
         return self.below.load
 
     def close(self) -> None:
         """Release the resources of this layer and of the layers below."""
         self.below.close()
+
+
+def asked_again(request: Request, sampling: Mapping[str, Any]) -> Request:
+    """Return ``request`` with other ``sampling`` and the number of its next attempt."""
+    return replace(request, sampling=sampling, attempt=request.attempt + 1)

@@ -13,7 +13,7 @@ class Line(NamedTuple):
 
 
 class EngineLine(NamedTuple):
-    """A log line about an engine or a worker. It is also kept in the manifest for ``status``."""
+    """A log line about an engine or a worker. It is also kept in ``starts.jsonl`` for ``status``."""
 
     text: str
 
@@ -27,7 +27,7 @@ class Note(NamedTuple):
 class EngineHistory(NamedTuple):
     """The history of an engine: how often it was restarted after deaths, and which of its options were reduced.
 
-    It is reported after each death and kept in the manifest, so that the next start begins with the reduced options.
+    It is reported after each death and kept in ``starts.jsonl``, so that the next start begins with the reduced options.
 
     - ``reductions``: the changed options after each out-of-memory error (``engines/memory_ladder.py``).
     - ``engine``: name in ``[engines]``; "" for ``[engine]``.

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 from batchkit.config.seams import LAYERS
+from batchkit.errors import BatchkitError, EngineError, Interrupted
 from batchkit.execution.engine_layer import EngineLayer
 from batchkit.execution.engine_pool import RunEngines
-from batchkit.execution.events import EngineLine, Load
+from batchkit.execution.events import EngineLine, Load, Note
 from batchkit.execution.requests import Requests
 from batchkit.execution.retry import Retry
 from batchkit.execution.start import Start
 from batchkit.execution.window import Windowed
 from batchkit.rendering.prefetch import AHEAD
 from batchkit.rendering.tools import ignored_tools
-from batchkit.types import Completion, Request
+from batchkit.types import Completion, Key, Request
 
 POLL_S = 0.05  # longest wait of one poll, so that the loop soon notices signals and due retries
 
@@ -35,7 +37,7 @@ class Lane:
     def __init__(self, start: Start, name: str, requests: Requests, engines: RunEngines) -> None:
         self.name = name
         self._requests, self._hear = requests, engines.hear_of(name)
-        self._n_open = 0  # requests in the layers and the engine
+        self._open = set[Key]()  # of the requests in the layers and the engine
         self._warned = False
         engine = engines.open(name)
         self.max_num_seqs = engine.max_num_seqs
@@ -44,8 +46,10 @@ class Lane:
             held.callback(engines.give_back, name, engine)
             fixed = start.job.run.max_in_flight
             stack: EngineLayer = Windowed(engine, self._hear, None if fixed == "auto" else fixed)
-            for layer, parameters in reversed(start.job.with_engine(name).engine.layers.items()):
-                stack = LAYERS.load(layer)(stack, **parameters)
+            self._added = start.job.with_engine(name).engine.layers
+            for layer, parameters in reversed(self._added.items()):
+                with self._named_faults():
+                    stack = LAYERS.load(layer)(stack, **parameters)
             self._stack = Retry(stack, start)
             held.callback(self._stack.close)
             self._held = held.pop_all()
@@ -53,41 +57,48 @@ class Lane:
     def fill(self) -> list[Completion]:
         """Submit requests until the window is full. Wait for a request only if the engine has nothing to do.
 
-        Return rows that ended without the engine, for example rows that can't be rendered. One call handles at most
+        Return rows that ended without the engine, for example rows that can't be rendered, and the outcomes of rows with
+        several generations. One call handles at most
         ``AHEAD`` requests, so that such rows are written soon even if there are many.
         """
+        with self._named_faults():
+            return self._fill()
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Return the completions of requests that are settled. Wait at most ``timeout_s`` for the first."""
+        with self._named_faults():
+            done = self._stack.poll(timeout_s if self._open else 0)
+        for completion in done:
+            self._note_back(completion.request)
+        return [self._released(completion) for completion in done]
+
+    def _fill(self) -> list[Completion]:
         self._stack.resubmit()
         settled, room = list[Completion](), self._stack.room
         for _ in range(AHEAD):
             if room <= 0:
                 break
-            if self._requests.will_raise and (settled or self._n_open):
+            if self._requests.will_raise and (settled or self._open):
                 break  # the input is broken: finish these rows before ``get`` raises the error
-            rendered = self._requests.get(self.name, 0 if self._n_open else POLL_S)
+            rendered = self._requests.get(self.name, 0 if self._open else POLL_S)
             if rendered is None:
                 break
             if isinstance(rendered, Request):
+                self._open.add(rendered.key)
                 self._stack.submit(rendered)
-                self._n_open += 1
                 room -= 1
             elif rendered.generations is not None:  # a whole row; its requests are settled already
                 settled.append(rendered)
             elif (completion := self._stack.settle(rendered)) is None:
-                self._n_open += 1
+                self._open.add(rendered.request.key)
             else:
                 settled.append(self._released(completion))
         return settled
 
-    def poll(self, timeout_s: float) -> list[Completion]:
-        """Return the completions of requests that are settled. Wait at most ``timeout_s`` for the first."""
-        done = self._stack.poll(timeout_s if self._n_open else 0)
-        self._n_open -= len(done)
-        return [self._released(completion) for completion in done]
-
     @property
     def is_done(self) -> bool:
         """True once every request has come back."""
-        return not self._n_open and self._requests.exhausted
+        return not self._open and self._requests.exhausted
 
     @property
     def load(self) -> Load:
@@ -97,6 +108,30 @@ class Lane:
         """Drop requests in flight and give the engine back. If no request was in flight, it may be kept for the next
         run."""
         self._held.close()
+
+    @contextmanager
+    def _named_faults(self) -> Iterator[None]:
+        """Name the layers of other packages in an error that they may have raised."""
+        try:
+            yield
+        except (BatchkitError, Interrupted):
+            raise
+        except Exception as error:
+            if not self._added:
+                raise
+            self._hear(Note(traceback.format_exc()))
+            raise EngineError(
+                f"engine.layers ({', '.join(self._added)}): {type(error).__name__}: {error}; run.log has the traceback"
+            ) from error
+
+    def _note_back(self, request: Request) -> None:
+        try:
+            self._open.remove(request.key)
+        except KeyError:
+            raise EngineError(
+                f"row {request.row.index} (id {request.row.id}) came back twice from the layers of the engine;"
+                f" correct the code of engine.layers ({', '.join(self._added)})"
+            ) from None
 
     def _released(self, completion: Completion) -> Completion:
         """Return a settled completion, and free its media. Report once that the model's template ignores tools."""

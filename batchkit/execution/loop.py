@@ -26,9 +26,8 @@ from batchkit.storage.ledger import RecordLine
 from batchkit.storage.log import RESULTS
 
 WorkerPool = Worker | RayPool
-_NOTE_SHARE = (
-    0.005  # interval between notes of a start's progress, as a share of its duration so far
-)
+# Interval between notes of a start's progress, as a share of its duration so far.
+_NOTE_SHARE = 0.005
 _BEGUN = {
     "generate": "generating",
     "embed": "embedding",
@@ -186,9 +185,8 @@ class Loop:
                 kept = held.enter_context(closing(EnginePool(self._run.folder / LOG)))
             self._notes.announce(engines, reused=self._reused(kept))
             known = self._notes.known(engines)
-            guard = (
-                self._stop.request.immediate
-            )  # no request is in flight, so a signal stops immediately
+            # No request is in flight, so a signal stops immediately.
+            guard = self._stop.request.immediate
             pool: WorkerPool
             if start.job.workers.count is not None:
                 with self._screen.waiting("waiting for a worker"):

@@ -18,13 +18,12 @@ class RowRequests:
 
     def __init__(self, start: Start, tasks: Iterator[Task], *, may_wait: bool) -> None:
         job, renderer = start.job, start.renderer
+        # For light rows, more threads would only wait for the GIL.
         is_light = not (renderer.takes_long or renderer.opens_files)
         self._ahead: Prefetch[Task, Request | Completion] = Prefetch(
             tasks,
             lambda task: render_or_fail(renderer, task.row, task.attempt),
-            threads=1
-            if is_light
-            else job.run.render_threads,  # more threads would only wait for the GIL
+            threads=1 if is_light else job.run.render_threads,
             ahead=AHEAD,
             held=HeldMedia(job.media.max_memory_bytes, start.options.media_holders),
             at_once=1 if may_wait or renderer.takes_long else READ_AT_ONCE,

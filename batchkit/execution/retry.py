@@ -24,7 +24,7 @@ from batchkit.errors import (
     PromptTooLongError,
     RowOutOfMemoryError,
 )
-from batchkit.execution.engine_layer import EngineLayer
+from batchkit.execution.engine_layer import EngineLayer, asked_again
 from batchkit.execution.events import Load
 from batchkit.execution.settle import lacks_answer, resolved
 from batchkit.execution.start import Start
@@ -71,7 +71,8 @@ class Retry(EngineLayer):
 
     @property
     def load(self) -> Load:
-        return self.below.load._replace(retried=self._attempts.retried)
+        load = self.below.load
+        return load._replace(retried=load.retried + self._attempts.retried)
 
 
 class Attempts:
@@ -107,11 +108,11 @@ class Attempts:
         key = completion.request.key
         row = self._rows.pop(key, None) or _RetryState()
         if self._retry_later(completion, row):
-            if completion.usage is not None:
-                row.spent.append(completion.usage)
+            row.spent += filter(None, [completion.usage, completion.earlier_usage])
             self._rows[key] = row
             return None
         settled = _best(completion, row)
+        row.spent += filter(None, [completion.earlier_usage])  # of a layer below
         if settled is not completion and settled.usage is not None:  # an earlier answer is kept
             row.spent.remove(settled.usage)
             row.spent += filter(None, [completion.usage])
@@ -189,9 +190,7 @@ def next_attempt(completion: Completion, tries: int, retry: RetryTable) -> Reque
 
 def next_sampling(request: Request, retry: RetryTable) -> Request:
     """Return ``request`` with the attempt number and the sampling temperature of its next attempt."""
-    attempt = request.attempt + 1
-    sampling = with_temperature(request.sampling, attempt, retry)
-    return replace(request, sampling=sampling, attempt=attempt)
+    return asked_again(request, with_temperature(request.sampling, request.attempt + 1, retry))
 
 
 def wait_s(tries: int, retry: RetryTable) -> float:

@@ -147,7 +147,7 @@ class Tasks:
         return self.input.source.files is None
 
     def settle(self, record: Counted) -> None:
-        """Count a row whose record was written."""
+        """Count a row whose record is about to be written."""
         self.settled += 1
         self.failed += record.status == "failed"
         self._first_failures.settle(record)

@@ -70,8 +70,8 @@ class Worker:
         )
 
     def fill(self, *, taking: bool = True) -> list[Returned]:
-        """Submit requests while there is room, and return rows that ended without an engine. ``taking``: False submits
-        none."""
+        """Submit requests while there is room. Return rows that ended without an engine, and the outcomes of rows with
+        several generations. ``taking``: False submits none."""
         settled = [] if taking else self._requests.take_ended()
         for lane in self._lanes if taking else ():
             if self._requests.will_raise and (settled or self.load.in_flight):

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 MODULE = '''
 from msgspec.structs import replace
 
-from batchkit.execution.engine_layer import EngineLayer
+from batchkit.execution.engine_layer import EngineLayer, asked_again
 from batchkit.types import Choice, Completion, Usage
 
 
@@ -69,7 +69,7 @@ class Again(EngineLayer):
 
     def __init__(self, below, *, temperature: float):
         super().__init__(below)
-        self.temperature, self.asked = temperature, set()
+        self.temperature, self.asked, self.first = temperature, set(), {}
 
     def poll(self, timeout_s):
         done = []
@@ -77,12 +77,28 @@ class Again(EngineLayer):
             request = completion.request
             if request.key in self.asked:
                 self.asked.remove(request.key)
-                done.append(completion)
+                first = self.first.pop(request.key)
+                done.append(replace(completion, earlier_usage=first))
             else:
                 self.asked.add(request.key)
                 sampling = {**request.sampling, "temperature": self.temperature}
-                self.below.submit(replace(request, sampling=sampling))
+                self.first[request.key] = completion.usage
+                self.below.submit(asked_again(request, sampling))
         return done
+
+
+class Faulty(EngineLayer):
+    """Makes a mistake."""
+
+    def __init__(self, below, *, mistake: str):
+        super().__init__(below)
+        self.mistake = mistake
+
+    def poll(self, timeout_s):
+        done = super().poll(timeout_s)
+        if done and self.mistake == "raises":
+            raise KeyError("nothing there")
+        return [*done, *done]
 '''
 
 
@@ -94,7 +110,9 @@ def package(in_an_empty_folder: None) -> None:
     about = "Metadata-Version: 2.1\nName: layers\nVersion: 1.0\n"
     (site / "layers-1.0.dist-info/METADATA").write_text(about)
     lines = ["counting = our_layers:Counting", "known = our_layers:FromDictionary"]
-    points = "\n".join(["[batchkit.layers]", *lines, "again = our_layers:Again", ""])
+    points = "\n".join(
+        ["[batchkit.layers]", *lines, "again = our_layers:Again", "faulty = our_layers:Faulty", ""]
+    )
     (site / "layers-1.0.dist-info/entry_points.txt").write_text(points)
 
 
@@ -147,6 +165,39 @@ def test_a_layer_that_asks_again_works_with_steps_and_is_continued_after_a_kill(
     assert {record["generations"] for record in records()} == {2}
 
 
+def test_the_tokens_of_an_answer_that_a_layer_dropped_are_counted_also_after_a_retry() -> None:
+    retry = {"reask": 1, "reask_note": "Once more."}
+    extract = {"regex": {"pattern": "nothing like this (.*)"}}
+    engine = {"layers": [{"again": {"temperature": 0.5}}]}
+    scoring = {"extract": extract, "reference": "q", "scorers": ["em"]}
+    prepare(3, engine=engine, retry=retry, scoring=scoring)
+    ended = run()
+    assert ended.returncode == 0, ended.stderr
+    of_answer = records()[0]["usage"]["completion_tokens"]
+    assert of_answer > 0
+    for record in records():
+        assert record["earlier_usage"]["completion_tokens"] == 3 * of_answer
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("raises", "engine.layers (faulty): KeyError: 'nothing there'; run.log has the traceback"),
+        (
+            "repeats",
+            "came back twice from the layers of the engine; correct the code of engine.layers",
+        ),
+    ],
+)
+def test_a_mistake_of_a_layer_stops_the_run_and_names_it(mistake: str, said: str) -> None:
+    prepare(5, engine={"layers": [{"faulty": {"mistake": mistake}}]})
+    ended = run()
+    assert ended.returncode == 1
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ("our_layers.py" in (RUN / "run.log").read_text()) == (mistake == "raises")
+
+
 def test_layers_belong_to_the_identity_of_a_run() -> None:
     prepare(2, engine={"layers": ["counting"]})
     run()
@@ -161,7 +212,10 @@ def test_layers_belong_to_the_identity_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("layers", "said"),
     [
-        (["counted"], 'engine.layers: found "counted", expected "counting", "known" or "again"'),
+        (
+            ["counted"],
+            'engine.layers: found "counted", expected "counting", "known", "again" or "faulty"',
+        ),
         (["again"], "engine.layers.again.temperature: this key is missing"),
         ([{"counting": {"n": 3}}], "engine.layers.counting.n: unknown key"),
     ],

@@ -157,7 +157,7 @@ class RetryTable(Table):
     `truncated_tokens`."""
     reask: Identity[NonNegativeInt] = 0
     """How often to ask again if `scoring.extract` finds nothing in an answer, or the answer does not satisfy
-    `output.parse`. The last answer counts in any case."""
+    `output.parse`. The last answer counts, unless asking again failed: then the earlier one does."""
     reask_note: Identity[str] = ""
     """Template of the text that is added to the prompt when a row is asked again. If the result is empty, the row is
     not asked again."""

@@ -206,7 +206,7 @@ class RayWorker:
         return sum(life.load.retried for life in self.lives)
 
     def noted(self) -> WorkerState:
-        """Return the worker's state for the manifest."""
+        """Return the worker's state for the note of the start."""
         life, place, since = self.life, self.life.place, self.up_since
         state = "loading" if life.engine is None else "working"
         if self.is_given_up:
