@@ -382,6 +382,19 @@ def test_export_never_writes_over_a_file_of_the_run(option: str, path: str) -> N
     assert {file: file.read_bytes() for file in Path().rglob("*") if file.is_file()} == before
 
 
+def test_export_never_writes_over_an_input_that_was_moved_after_the_first_start() -> None:
+    write_rows([{"q": "x"}])
+    write_job()
+    run("--limit", "1")
+    moved = Path("in.jsonl").rename("moved.jsonl")
+    write_job(input={"path": "moved.jsonl"})
+    assert run().exit_code == 0
+    before = moved.read_bytes()
+    done = batchkit("export", "job.toml", "--jsonl", "moved.jsonl").refused(1)
+    assert "belongs to a run, as one of its files or its input" in done
+    assert moved.read_bytes() == before
+
+
 @pytest.mark.parametrize("option", ["--jsonl", "--parquet"])
 def test_export_reads_one_log_though_a_requeue_replaces_it(
     option: str, monkeypatch: pytest.MonkeyPatch

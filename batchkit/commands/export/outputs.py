@@ -19,11 +19,10 @@ from batchkit.sources.formats import format_of
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import replacing
 from batchkit.storage.log import RESULTS, STEPS
-from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import METRICS
 from batchkit.storage.runfolder import JOB, LOCK, LOG, MANIFEST, is_run
 from batchkit.storage.score_store import SCORES
-from batchkit.storage.starts import STARTS
+from batchkit.storage.starts import STARTS, current_manifest
 from batchkit.storage.vectors import VECTORS, segments_of
 
 _OWN_FILES = (RESULTS, STEPS, CHECKPOINT, MANIFEST, STARTS, JOB, LOG, SCORES, METRICS, LOCK)
@@ -132,7 +131,7 @@ def refuse_own_file(path: Path, folder: Path) -> None:
     parent, own = path.resolve().parent, [folder / name for name in _OWN_FILES]
     own += [
         *segments_of(folder).values(),
-        *(Path(file.path) for file in read_manifest(folder).input),
+        *(Path(file.path) for file in current_manifest(folder).input),
     ]
     if (
         (is_run(parent) and path.resolve().name in _OWN_FILES)

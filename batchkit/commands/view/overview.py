@@ -118,7 +118,8 @@ def _notes(look: Look, figures: Figures, table: ScoreTable, *, is_on: bool) -> I
 
 def _origin(folder: Path, job: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield names and values that describe how the answers were made. The caller leaves out empty values."""
-    manifest, starts = read_manifest(folder), read_history(folder).starts
+    history = read_history(folder)
+    manifest, starts = history.added_to(read_manifest(folder)), history.starts
     model = manifest.model
     versions = (starts[-1].versions if starts else None) or {}
     files = [file.path for file in manifest.input]
