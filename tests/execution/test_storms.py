@@ -21,7 +21,7 @@ from batchkit.commands.demo_digits import make_recording, write_wav
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.ledger import RESULTS
 from batchkit.storage.newest_lines import read_newest
-from batchkit.storage.runfolder import MANIFEST
+from batchkit.storage.starts import STARTS
 from batchkit.storage.steps import STEPS
 from batchkit.storage.vectors import segment_path, segments_of
 from tests.support.adapters import write_adapter
@@ -212,7 +212,7 @@ def test_kills_on_vllm_change_no_answer(
     tables |= {"run": {"checkpoint_interval_s": 0.2}}
     run, random = Stormy(tmp_path, kind, n_rows, tables), Random(20261123)
     written = (SEGMENT, 0.01) if kind == "vectors" else (RESULTS, 0.02)
-    answered, loads, flushed = (run.log.name, 0.4), (MANIFEST, 2.0), (CHECKPOINT, 0.05)
+    answered, loads, flushed = (run.log.name, 0.4), (STARTS, 2.0), (CHECKPOINT, 0.05)
     done = []
     for awaited, most_s in ((None, 1.0), written, answered, loads, flushed, answered):
         delay_s = random.uniform(0, most_s)
