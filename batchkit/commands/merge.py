@@ -350,7 +350,8 @@ def _generations(parts: Sequence[_MergedRun], settled: IndexSet) -> Iterator[Gen
 def _manifest(
     newest: _MergedRun, parts: Sequence[_MergedRun], job: JobConfig, merged: Merged
 ) -> Manifest:
-    """Return the manifest of the merged run: a copy of the newest run's, with what is known of all runs."""
+    """Return the manifest of the merged run. It is a copy of the newest run's manifest, with the facts that all runs
+    have found."""
     oldest_first = (
         _identity_without_shard(part.manifest) for part in sorted(parts, key=_last_start)
     )

@@ -141,8 +141,8 @@ def _place(job: Model, parts: Iterable[Any]) -> _Place:
 
 
 def _table_in(annotation: Any) -> Model | None:
-    """Return the table class in ``annotation``, which may be a union. Return None if there is none, or only one inside
-    a list or a dict."""
+    """Return the table class in ``annotation``, which may be a union. Return None if ``annotation`` has no table class,
+    or has one only inside a list or a dict."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if get_origin(annotation) in (list, dict):

@@ -57,7 +57,7 @@ class EngineLayer:
         self.below.resubmit()
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
-        """Return the completions since the last call. If there are none, wait up to ``timeout_s`` for one."""
+        """Return the completions since the last call. Wait up to ``timeout_s`` for the first one."""
         return self.below.poll(timeout_s)
 
     @property

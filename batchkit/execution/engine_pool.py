@@ -151,8 +151,8 @@ class RunEngines:
         """
         job, hear = self._start.job.with_engine(name), self.hear_of(name)
         idle = self._pool.idle.get(name)
-        known = self._known.get(name, EngineHistory()) if idle is None else idle
-        ladder = Ladder(known.reductions)
+        known = self._known.get(name, EngineHistory())
+        ladder = Ladder(known.reductions if idle is None else idle.reductions)
         if ladder.reductions:
             settings = ", ".join(f"{key} = {value}" for key, value in ladder.overrides.items())
             hear(

@@ -10,7 +10,7 @@ from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, Interrupted, JobError
 from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.engine_notes import EngineNotes
-from batchkit.execution.engine_pool import EnginePool, Pool, RunEngines
+from batchkit.execution.engine_pool import EnginePool, EngineSpec, Pool, RunEngines
 from batchkit.execution.first_rows import hints
 from batchkit.execution.requests import requests_of
 from batchkit.execution.resume import OpenRun
@@ -211,12 +211,11 @@ class Loop:
 
     def _reused(self, kept: Pool) -> set[str]:
         """Return the engines in ``kept`` that were loaded with the options and files of this run."""
-        job, known = self._start.job, self._start.identity
+        job, files = self._start.job, self._start.identity
         return {
             name
             for name, loaded in kept.idle.items()
-            if (loaded.spec.options, loaded.spec.identity)
-            == (job.with_engine(name).engine.options, known)
+            if loaded.meets(EngineSpec(name, job.with_engine(name).engine.options, files))
         }
 
     def _is_cut_short(self, pool: WorkerPool) -> bool:

@@ -53,7 +53,7 @@ def requeue(
     too. Generations of changed rows are kept, because such a row may make an equal request again. The old logs are kept
     next to the new ones. Memory: an index and one or two hashes per row.
 
-    - ``manifest``, ``history``: replace those of the run.
+    - ``manifest``, ``history``: the run's new manifest and history.
     - ``keep_records``: False treats all rows as changed.
 
     Raises:

@@ -49,7 +49,7 @@ from batchkit.storage.log import RESULTS, STEPS, LogLine, read_generations, read
 from batchkit.storage.manifest import FileFingerprint, Manifest, read_manifest, without_manifest
 from batchkit.storage.runfolder import Claim, claim, is_of_run, is_run, move_aside
 from batchkit.storage.score_store import SCORES
-from batchkit.storage.starts import History, StartLog, StartNote, current_manifest, read_history
+from batchkit.storage.starts import History, StartLog, StartNote, read_history
 from batchkit.types import Record, Row, utc_now
 
 # Changes of these keys alter a row's requests or have no effect on answers, so a recorded answer to an equal request
@@ -63,9 +63,9 @@ _OF_REQUESTS = re.compile(
 class OpenRun(NamedTuple):
     """A run folder that this process has locked and opened.
 
-    - ``manifest``: the job and the input with which the run began.
-    - ``starts``: what its starts have learned.
-    - ``messages``: log lines about what was done to open it.
+    - ``manifest``: the job and the input at the beginning of the run.
+    - ``starts``: the notes of its starts.
+    - ``messages``: lines for the log about opening the folder.
     """
 
     folder: Path
@@ -75,7 +75,7 @@ class OpenRun(NamedTuple):
     messages: list[str]
 
     def save(self) -> None:
-        """Append what was noted in ``starts`` to its file.
+        """Append the new notes of ``starts`` to ``starts.jsonl``.
 
         Raises:
             LostLockError: another process may hold the folder now; nothing is written.
@@ -128,7 +128,7 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
 
 
 def _manifest_of(folder: Path, new: Manifest, starts: StartLog) -> Manifest:
-    """Return the manifest of the run in ``folder``, whose job and input are now those of ``new``.
+    """Return the manifest of the run in ``folder``. ``new`` describes the present job and input.
 
     A run with records keeps its manifest; differences that are allowed (a touched file, a model's commit) are noted in
     ``starts``. A run without records gets the new manifest.
@@ -288,7 +288,8 @@ def _settle_changes(
     If the last start ended because the job was wrong, the user may have corrected a file that a row names. Such a
     change is not visible here, so ``on_change`` then applies even if no change is found.
     """
-    manifest, history, on_change = current_manifest(folder), read_history(folder), options.on_change
+    history, on_change = read_history(folder), options.on_change
+    manifest = history.added_to(read_manifest(folder))
     job_changes = differences(manifest.identity, new.identity)
     changes = job_changes + input_changes(manifest.input, new.input)
     if on_change == "requeue-input":

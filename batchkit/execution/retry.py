@@ -79,7 +79,7 @@ class Attempts:
     """The retries of one engine's requests. For each completion it decides whether the request is settled; if not, it keeps the
     request until its retry is due. Not thread-safe.
 
-    ``retried``: number of retries so far, without those with a shorter prompt.
+    ``retried``: number of retries so far. Retries with a shorter prompt are not counted.
     """
 
     def __init__(self, start: Start, clock: Callable[[], float] = time.monotonic) -> None:

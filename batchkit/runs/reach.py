@@ -1,8 +1,8 @@
 """Decides which files outside a run's folder may be opened while somebody reads the run.
 
 The run may come from someone else, so the job in its folder is not trusted for this. Files are allowed below the
-folders that the reader names. If the reader names none, they are allowed below the folders that the job file uses from
-which the run was last started, if it is still there. Nothing is downloaded.
+folders that the reader names. If the reader names none, the job file of the run's last start decides, unless it was
+removed: files are allowed below its folder and below the folders that it uses. Nothing is downloaded.
 """
 
 from __future__ import annotations

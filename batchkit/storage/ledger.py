@@ -242,7 +242,8 @@ class Ledger:
     def _write_some(self, generations: list[GenerationLine]) -> list[GenerationLine]:
         """Write ``generations`` now, and return a new empty list.
 
-        The held records are written, too, unless one of them has a vector or generations and its fsync is not due yet.
+        This also writes the held records. They stay held if one of them has a vector or generations, and its fsync is
+        not due yet.
         """
         if generations:
             self._check_lock()

@@ -1,7 +1,7 @@
 """``manifest.json``: the job and the input with which a run began.
 
 ``identity`` holds everything that decides the answers, by dotted key. The input's files are listed in ``input``. A
-resume checks that both are unchanged. The first start writes the manifest; later starts append what they learn to
+resume checks that both are unchanged. The first start writes the manifest; later starts append their notes to
 ``starts.jsonl`` (``starts.py``). Only a requeue, or a start of a run without records, replaces it.
 """
 

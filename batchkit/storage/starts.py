@@ -1,6 +1,6 @@
 """``starts.jsonl``: a note for each start of a run, and the facts that starts have learned about the run.
 
-A start appends lines while it runs. Each line holds what has changed, under these keys:
+A start appends lines while it runs. Each line holds changes, under these keys:
 
 - ``begun``: the note of a start that begins.
 - ``start``: changed fields of the newest start's note.
@@ -117,7 +117,8 @@ class Reductions(_Part):
 
 
 class History(_Part):
-    """What the starts of a run have noted. A run without ``starts.jsonl`` has an empty history."""
+    """The notes of all starts of a run, and the facts that they have learned about it. A run without ``starts.jsonl``
+    has an empty history."""
 
     starts: list[StartNote] = []
     total: int | None = None  # rows of the input; None until they are counted
@@ -134,7 +135,7 @@ class History(_Part):
     hosts: dict[str, str] = {}  # hosts of the servers, by the key of their engine
     # Facts that belong to the run's identity, but are known only once an engine has loaded or a file has been read.
     found: dict[str, dict[str, Any]] = {}
-    # Newer fingerprints of the input files than those in the manifest; None if there are none.
+    # Fingerprints of the input files that replace the manifest's; None if the manifest has the newest ones.
     input: list[FileFingerprint] | None = None
 
     def added_to(self, manifest: Manifest) -> Manifest:
@@ -197,7 +198,7 @@ class StartLog:
     def add_event(self, text: str) -> None:
         """Add a line about an engine to the newest start's note, which keeps the newest ``MOST_EVENTS``."""
         event = [masked_text(text), utc_now()]
-        self._update_last(_with_events(self.last.model_dump(), [event]))
+        self._update_last(_with_events(dict(self.last), [event]))
         self._changes.setdefault("events", []).append(event)
 
     def learn(self, **facts: Any) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from real_models.__main__ import DONE, default_cache
 
+from tests.support.small_vllm import TEXT_ONLY
+
 OPTIONS = {
-    "dtype": "float32",
-    "enforce_eager": True,
+    **TEXT_ONLY,
     "max_model_len": 1024,
     "max_num_seqs": 32,
     "kv_cache_memory_bytes": 512 * 2**20,
