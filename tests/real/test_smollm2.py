@@ -14,16 +14,11 @@ import pytest
 from tests.support import own_process
 from tests.support.forks import Fork
 from tests.support.model_runs import answered, newest, run_job, write_job
-from tests.support.real_models import OPTIONS, real_model, reviews
-from tests.support.vllm_reference import counts, reference
+from tests.support.real_models import OPTIONS, QUESTIONS, reviews
+from tests.support.vllm_reference import counts
 
 pytestmark = pytest.mark.real
 
-TOPICS = ["the sea", "a bridge", "winter", "bread", "a clock", "the moon", "a river", "tea"]
-QUESTIONS = [
-    f"{ask} {TOPICS[n % 8]} in {2 + n // 8} sentences."
-    for n, ask in enumerate(["Describe", "Tell me about", "Write about"] * 20)
-]
 CHOICE = {"choice": ["positive", "negative"]}
 MOOD = "What is the mood of this review, positive or negative?\n\n{{ review }}"
 SCHEMA = {
@@ -34,19 +29,8 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine() -> dict[str, Any]:
-    return {"model": str(real_model("smollm2-135m-instruct")), "options": OPTIONS}
-
-
 def texts(folder: Path) -> list[Any]:
     return [record["text"] for record in newest(folder)]
-
-
-@pytest.fixture(scope="module")
-def expected(engine: dict[str, Any]) -> list[Any]:
-    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    return reference({**OPTIONS, "model": engine["model"]}, conversations, max_tokens=48)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "transformers"])

@@ -25,6 +25,11 @@ def real_model(name: str) -> Path:
     return folder
 
 
+TOPICS = ["the sea", "a bridge", "winter", "bread", "a clock", "the moon", "a river", "tea"]
+QUESTIONS = [
+    f"{ask} {TOPICS[n % 8]} in {2 + n // 8} sentences."
+    for n, ask in enumerate(["Describe", "Tell me about", "Write about"] * 20)
+]
 THINGS = {
     "hotel": ("The room was clean and the staff were friendly.", "The room was dirty and loud."),
     "restaurant": ("The food was delicious.", "The food was cold and the waiter was rude."),
