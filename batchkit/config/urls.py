@@ -15,6 +15,7 @@ _ELSEWHERE = (
     "http",
     "https",
 )  # not read through fsspec: local folders, and hosts of media.allow_urls
+CHECK_KEYS = "check the store's keys in the environment"
 _IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # installed by the extra `remote`
 
 _QUERY = re.compile(r"\?\S*=\S*")  # also matches a URL that a library prints without its host
@@ -46,16 +47,19 @@ def bare(url: str) -> str:
 
 
 def failure(error: Exception, url: str) -> str:
-    """Return the reason for ``error`` of fsspec about ``url``; for a missing package, also the command that installs
-    it. The text contains no secrets."""
+    """Return the reason for ``error`` of fsspec about ``url``, on one line; for a missing package, also the command that
+    installs it; if the store refused access, also the advice to check its keys. The text contains no secrets."""
     if (
         error.__cause__ is not None and str(error) and str(error) in url
     ):  # it only repeats the file name
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    text = _QUERY.sub("?…", masked_text(str(error))) or type(error).__name__
+    text = " ".join(_QUERY.sub("?…", masked_text(str(error))).split()).rstrip(".")
+    text = text or type(error).__name__
     if isinstance(error, ImportError):
         package = getattr(error.__cause__ or error, "name", None)
         return f"{text}; {how_to_install('remote')}" if package in _IN_EXTRA else text
+    if isinstance(error, PermissionError) and is_remote(url):
+        return f"{text}; {CHECK_KEYS}"
     return text + _near_scheme(url)
 
 

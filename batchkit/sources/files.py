@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from batchkit.config.regular_file import open_regular
-from batchkit.config.urls import failure
+from batchkit.config.urls import failure, is_remote
 from batchkit.errors import InputError
 
 BLOCK_BYTES = 2**20
@@ -48,7 +48,7 @@ def open_input(
                 raise is_empty(path)
             yield file
     except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file; check input.path") from error
+        raise is_missing(path) from error
     except IsADirectoryError as error:
         raise is_folder(path) from error
     except OSError as error:
@@ -76,9 +76,11 @@ def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
     with ExitStack() as stack:
         try:
             foreign = _through_fsspec(path, stack, text=text)
-        except (OSError, InputError):  # open_input handles these
+        except (IsADirectoryError, InputError):  # open_input handles these
             raise
         except Exception as error:  # each filesystem raises its vendor's own types
+            if isinstance(error, OSError) and "://" not in path:
+                raise
             raise remote_error(path, error) from error
         yield stack.enter_context(io.BufferedReader(_Foreign(foreign), BLOCK_BYTES))
 
@@ -185,7 +187,7 @@ class _Foreign(io.RawIOBase):
         try:
             chunk = self._file.read(len(buffer))
         except Exception as error:  # errors of zlib, zstd, botocore, aiohttp …
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            raise OSError(" ".join(f"{type(error).__name__}: {error}".split())) from error
         size = getattr(self._file, "size", None)
         if not chunk and isinstance(size, int) and self.tell() < size:
             # A server may end the response early.
@@ -197,7 +199,7 @@ class _Foreign(io.RawIOBase):
         try:
             return int(self._file.seek(offset, whence))
         except Exception as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            raise OSError(" ".join(f"{type(error).__name__}: {error}".split())) from error
 
     def tell(self) -> int:
         return int(self._file.tell())
@@ -230,7 +232,14 @@ def is_empty(path: str) -> InputError:
     )
 
 
+def is_missing(path: str) -> InputError:
+    return InputError(f"{path}: no such file; check input.path")
+
+
 def remote_error(path: str, error: Exception) -> InputError:
-    """Return the error for a remote file that can't be opened, for example because a package is missing or access is
-    denied."""
+    """Return the error for a remote file that can't be opened, for example because it or its bucket does not exist, a
+    package is missing, or access is denied."""
+    # For http, fsspec reports each failed request as a missing file; only the cause tells what happened.
+    if isinstance(error, FileNotFoundError) and (is_remote(path) or error.__cause__ is None):
+        return is_missing(path)
     return InputError(f"{path}: can't be opened: {failure(error, path)}")

@@ -18,10 +18,12 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec import AbstractFileSystem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from batchkit.config.tables import InputTable
+from batchkit.config.urls import CHECK_KEYS
 from batchkit.errors import InputError, RequestError
 from batchkit.sources import count_rows, read_rows
 from batchkit.sources.finding import input_files
@@ -408,6 +410,35 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
             rows_of(path, format="jsonl")
     with pytest.raises(InputError, match=r"input\.path is not set"):
         list(read_rows(InputTable()))
+
+
+class Closed(AbstractFileSystem):  # type: ignore[misc]
+    """A store that refuses the keys, with a text of two lines."""
+
+    protocol = "closed"
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        raise PermissionError("Forbidden\nRequest 7.")
+
+    ls = _open = info
+
+
+@pytest.mark.parametrize("read", [rows_of, lambda p: fingerprint(table(p))])
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("memory://nowhere/x.csv", "no such file; check input.path"),
+        ("closed://bucket/x.csv", f"can't be opened: Forbidden Request 7; {CHECK_KEYS}"),
+        ("closed://bucket/*.csv", f"can't be opened: Forbidden Request 7; {CHECK_KEYS}"),
+    ],
+)
+def test_a_store_s_error_has_advice_whoever_reads_first(
+    read: Callable[[str], object], path: str, problem: str
+) -> None:
+    fsspec.register_implementation("closed", Closed, clobber=True)
+    with pytest.raises(InputError) as caught:
+        read(path)
+    assert str(caught.value) == f"{path}: {problem}"
 
 
 def test_where_is_checked_on_the_first_row_even_if_that_row_is_skipped(tmp_path: Path) -> None:
