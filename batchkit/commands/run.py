@@ -124,7 +124,7 @@ def planned(
 
 
 def _with_exports(outcome: Outcome, targets: Sequence[Target], say: Say) -> Outcome:
-    """Write the exports if all rows have finished."""
+    """Write the exports if all rows have finished. An export that fails stops no other export."""
     if not targets:
         return outcome
     folder = Path(outcome.summary.folder)
@@ -134,12 +134,14 @@ def _with_exports(outcome: Outcome, targets: Sequence[Target], say: Say) -> Outc
             f"{names}: not written, because the run has not ended; `batchkit export {folder}` writes the rows so far"
         )
         return outcome
-    try:
-        for target in targets:
+    for target in targets:
+        try:
             for file in export(folder, target, say, force=True):
                 say(file.to_text())
-    except UploadError as error:  # the run itself is complete
-        say(f"error: {error}")
-    except BatchkitError as error:
-        return Outcome(replace(outcome.summary, exit=error.exit_code), error)
+        except BatchkitError as error:
+            # After a failed upload, the run itself is complete. The caller prints the error of the outcome.
+            if isinstance(error, UploadError) or outcome.error is not None:
+                say(f"error: {error}")
+            else:
+                outcome = Outcome(replace(outcome.summary, exit=error.exit_code), error)
     return outcome

@@ -75,15 +75,31 @@ def test_a_run_writes_its_exports_at_its_end() -> None:
     assert len(stored("/bucket/answers/more.jsonl").splitlines()) == 3
 
 
-def test_an_upload_that_fails_leaves_the_run_complete() -> None:
+def test_uploads_that_fail_leave_the_run_complete_and_the_other_exports_written() -> None:
+    addresses = [f"hf://datasets/me/{name}/data/c.parquet" for name in ("answers", "others")]
+    write_job(name="c", output={"export": ["a.csv", addresses[0], "b.csv", addresses[1], "jsonl"]})
     with hub() as server:
         environment = {"HF_ENDPOINT": server.url, "HF_TOKEN": "wrong", "HF_HOME": "hf"}
-        target = 'output.export=["hf://datasets/me/answers"]'
-        args = ("run", "job.toml", "--set", "name=c", "--set", target)
-        ended = in_a_process(*args, cwd=Path.cwd(), start=subprocess.Popen, **environment)
+        ended = in_a_process(
+            "run", "job.toml", cwd=Path.cwd(), start=subprocess.Popen, **environment
+        )
     assert ended.returncode == 0, ended.stderr
-    assert "hf://datasets/me/answers/data/c.parquet: not written" in ended.stderr
-    assert "run `batchkit export` again" in ended.stderr
+    said = [line for line in ended.stderr.splitlines() if "not written" in line]
+    for line, address in zip(said, addresses, strict=True):
+        assert f"error: {address}: not written: Client error '401" in line
+        assert line.endswith("; correct this and run `batchkit export` again")
+    for path in ("a.csv", "b.csv", "output/c/results.newest.jsonl"):
+        assert Path(path).is_file(), path
+
+
+def test_an_export_that_can_t_be_written_stops_no_other_export() -> None:
+    targets = ["output/c/run.log/a.csv", "output/c/run.log/b.csv", "end.csv"]
+    write_job(name="c", output={"export": targets})
+    ended = run()
+    assert ended.exit_code == 1
+    for path in targets[:2]:
+        assert f"error: {path}: " in ended.stderr
+    assert Path("end.csv").is_file()
 
 
 def test_an_address_that_only_a_run_folder_names_is_left_out() -> None:
