@@ -12,6 +12,7 @@ from batchkit.errors import JobError
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".npy": "npy"}
 """Formats by suffix. ``--as`` names any other format."""
 HUB = "hf://datasets/"
+_WITH_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
 class Target(NamedTuple):
@@ -49,6 +50,7 @@ def target_of(text: str, format_name: str | None = None, *, key: str = "output.e
                 f"{key} {bare(text)}: can't be written to; give s3://…, gs://…, az://… or {HUB}OWNER/NAME"
             )
         check_user_info(text, key)
+        _check_complete(text, key)
     suffix = PurePath(text).suffix.lower()
     known = format_name or SUFFIXES.get(suffix)
     if known is None and text.startswith(HUB) and suffix == "":
@@ -59,6 +61,17 @@ def target_of(text: str, format_name: str | None = None, *, key: str = "output.e
             f" {', '.join(EXPORTS.names())})"
         )
     return Target(known, text)
+
+
+def _check_complete(address: str, key: str) -> None:
+    """Raise JobError if ``address`` lacks its bucket or file, or the name of a dataset."""
+    scheme, _, path = address.partition("://")
+    bucket, _, file = path.partition("/")
+    if scheme.lower() in _WITH_BUCKETS and not (bucket and file):
+        lacking = "file" if bucket else "bucket"
+        raise JobError(f"{key} {bare(address)}: names no {lacking}; give {scheme}://BUCKET/FILE")
+    if address.startswith(HUB) and "/" not in address.removeprefix(HUB).strip("/"):
+        raise JobError(f"{key} {bare(address)}: names no dataset; give {HUB}OWNER/NAME")
 
 
 def check_format(name: str, key: str) -> None:

@@ -110,6 +110,25 @@ def test_an_address_that_only_a_run_folder_names_is_left_out() -> None:
     assert "output.export is ignored" in again.stderr
 
 
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("s3:///a.parquet", "names no bucket; give s3://BUCKET/FILE"),
+        ("gs:///out/a.csv", "names no bucket; give gs://BUCKET/FILE"),
+        ("s3://a.parquet", "names no file; give s3://BUCKET/FILE"),
+        ("hf://datasets/me", "names no dataset; give hf://datasets/OWNER/NAME"),
+    ],
+)
+def test_an_address_without_a_bucket_is_refused_before_anything_is_read(
+    address: str, problem: str
+) -> None:
+    (RUN / "results.jsonl").unlink()
+    assert f"{address}: {problem}" in batchkit("export", str(RUN), address).refused()
+    write_job(name="e", output={"export": [address]})
+    assert f"{address}: {problem}" in run().refused()
+    assert not Path("output/e").exists()
+
+
 def test_a_password_in_an_address_is_refused() -> None:
     ended = batchkit("export", str(RUN), "s3://me:secret-word@bucket/a.csv").refused()
     assert "contains a password" in ended
