@@ -92,6 +92,24 @@ def test_uploads_that_fail_leave_the_run_complete_and_the_other_exports_written(
         assert Path(path).is_file(), path
 
 
+def test_a_dataset_on_the_hub_gets_the_files() -> None:
+    batchkit("export", str(RUN), "a.parquet", "a.jsonl").ok()
+    addresses = ["hf://datasets/me/answers", "hf://datasets/me/answers/more/a.jsonl"]
+    with hub() as server:
+        environment = {"HF_ENDPOINT": server.url, "HF_TOKEN": server.token, "HF_HOME": "hf"}
+        environment["HF_HUB_DISABLE_XET"] = "1"
+        args = ("export", RUN, *addresses)
+        ended = in_a_process(*args, cwd=Path.cwd(), start=subprocess.Popen, **environment)
+    assert ended.returncode == 0, ended.stderr
+    assert {one["name"]: (one["type"], one["visibility"]) for one in server.created} == {
+        "answers": ("dataset", "private")
+    }
+    assert server.files == {
+        "data/a.parquet": Path("a.parquet").read_bytes(),
+        "more/a.jsonl": Path("a.jsonl").read_bytes(),
+    }
+
+
 def test_an_export_that_can_t_be_written_stops_no_other_export() -> None:
     targets = ["output/c/run.log/a.csv", "output/c/run.log/b.csv", "end.csv"]
     write_job(name="c", output={"export": targets})

@@ -31,6 +31,15 @@ class HubServer:
         self._objects: dict[str, bytes] = {}
         self.url = ""
 
+    def found(self, path: str) -> tuple[int, Any]:
+        """The status and the JSON for a GET of a dataset, or of one of its revisions."""
+        name, _, revision = path.removeprefix("/api/datasets/").partition("/revision/")
+        known = [f"{self.owner}/{one['name']}" for one in self.created]
+        if name not in known or revision not in ("", "main"):
+            return 404, {"error": f"{path}: not found"}
+        files = [{"rfilename": path} for path in self.files]
+        return 200, {"id": name, "sha": COMMIT, "private": True, "siblings": files}
+
     def answer(self, path: str, body: bytes) -> tuple[int, Any]:
         """The status and the JSON for a POST."""
         if path == "/api/repos/create":
@@ -88,16 +97,24 @@ class _Handler(Page):
     protocol_version = "HTTP/1.1"
     server_of: HubServer
 
+    def do_GET(self) -> None:
+        if self._is_allowed():
+            self._say(*self.server_of.found(self.path.partition("?")[0]))
+
     def do_POST(self) -> None:
         body = self._sent()
-        if self.headers.get("Authorization") != f"Bearer {self.server_of.token}":
-            self._say(401, {"error": "Invalid username or password."})
-        else:
+        if self._is_allowed():
             self._say(*self.server_of.answer(self.path.partition("?")[0], body))
 
     def do_PUT(self) -> None:
         self.server_of.put(self.path.rpartition("/")[2], self._sent())
         self._say(200, {})
+
+    def _is_allowed(self) -> bool:
+        if allowed := self.headers.get("Authorization") == f"Bearer {self.server_of.token}":
+            return allowed
+        self._say(401, {"error": "Invalid username or password."})
+        return allowed
 
     def _sent(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
