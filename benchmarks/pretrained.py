@@ -6,11 +6,13 @@
 - **transcribe**: Whisper base, five recordings of about a minute (eSpeak NG reads known sentences), against
   faster-whisper.
 - **mood**: SmolLM2-135M, the mood of 240 reviews, at most 8 tokens, against a ``pipeline`` of transformers and
-  ``llama-server``. Both servers are told the two possible answers by a grammar, which a pipeline can't be.
+  ``llama-server``. batchkit and llama-server get the two possible answers (``choice``, a grammar); a pipeline has no
+  such option.
 
-The tools run at their own defaults (pretrained_sides.py), one after the other in each round, each in a process of its
-own. Two clocks: from the loaded model to the last answer, which gives the rate, and the whole command. All compute
-in float32; llama.cpp reads the same weights as 4-bit numbers (Q4_1), from which those in float32 were made.
+The tools run at their own defaults (pretrained_sides.py), one after the other in each round, each in a separate
+process. Two clocks: from the loaded model to the last answer, which gives the rate, and the whole command. All compute
+in float32 and greedily, but faster-whisper searches with five beams, and llama.cpp reads the 4-bit weights (Q4_1) from
+which the float32 weights were made.
 
 Needs ``make real-models``. sentence-transformers, faster-whisper and a release build of llama-server are made once, in
 ~/.cache/batchkit/benchmarks (LLAMA_SERVER names another llama-server). All rounds are kept in pretrained.json, unless
@@ -51,8 +53,8 @@ Rows = Sequence[Mapping[str, Any]]
 class Task(NamedTuple):
     """A job, and the tools that are compared with it.
 
-    ``amount``: how much of ``unit`` the rows have. ``judge``: returns what the answers of batchkit and of another tool
-    are worth, by name. ``others``: by tool, its model.
+    ``amount``: the total of all rows, which divided by seconds gives a rate in ``unit``. ``others``: by tool, its model.
+    ``judge``: returns the quality of the answers by name of the metric, batchkit's first and then the other tool's.
     """
 
     name: str
@@ -62,7 +64,7 @@ class Task(NamedTuple):
     unit: str
     job: Mapping[str, Any]
     others: Mapping[str, Path]
-    judge: Callable[[Rows, Any, Any], Mapping[str, float]]
+    judge: Callable[[Rows, Any, Any], Mapping[str, Sequence[float]]]
 
 
 class Ran(NamedTuple):
@@ -177,7 +179,10 @@ def table(found: Mapping[str, Any]) -> str:
     ]
     for one in found["results"]:
         ours, theirs = (statistics.median(rates) for rates in zip(*one["rates"], strict=True))
-        answers = ", ".join(f"{name} {value}" for name, value in one["answers"].items())
+        answers = ", ".join(
+            f"{name} {' against '.join(map(str, values))}"
+            for name, values in one["answers"].items()
+        )
         lines.append(
             f"| {one['task']} | {one['against']} | {ours:.1f} {one['unit']} | {theirs:.1f} |"
             f" {one['ratio']:.2f} × | {spread(one['ratios'])} |"
@@ -214,12 +219,12 @@ def embed(_: Path, part: int) -> Task:
     )
 
 
-def cosine(_: Rows, ours: Path, theirs: Path) -> dict[str, float]:
+def cosine(_: Rows, ours: Path, theirs: Path) -> dict[str, list[float]]:
     import numpy as np
 
     one, other = np.load(ours).astype("f8"), np.load(theirs).astype("f8")
     norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    return {"smallest cosine": round(float(((one * other).sum(1) / norms).min()), 7)}
+    return {"smallest cosine": [round(float(((one * other).sum(1) / norms).min()), 7)]}
 
 
 def transcribe(folder: Path, part: int) -> Task:
@@ -232,7 +237,7 @@ def transcribe(folder: Path, part: int) -> Task:
     rows, seconds = [], 0.0
     for number in range(1 if part > 1 else 5):
         clip = folder / f"{number}.wav"
-        said = record(clip, sentences(9, 9 * number))
+        said = record(clip, sentences(11, 11 * number))
         with wave.open(str(clip)) as file:
             seconds += file.getnframes() / file.getframerate()
         rows.append({"clip": str(clip), "text": said.text})
@@ -258,7 +263,9 @@ def transcribe(folder: Path, part: int) -> Task:
     )
 
 
-def word_error_rates(rows: Rows, ours: Sequence[str], theirs: Sequence[str]) -> dict[str, float]:
+def word_error_rates(
+    rows: Rows, ours: Sequence[str], theirs: Sequence[str]
+) -> dict[str, list[float]]:
     import jiwer
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
@@ -294,7 +301,7 @@ def mood(_: Path, part: int) -> Task:
     )
 
 
-def right_moods(rows: Rows, ours: Sequence[str], theirs: Sequence[str]) -> dict[str, float]:
+def right_moods(rows: Rows, ours: Sequence[str], theirs: Sequence[str]) -> dict[str, list[float]]:
     """An answer counts as the first of both words in it."""
 
     def share(texts: Sequence[str]) -> float:
@@ -305,9 +312,8 @@ def right_moods(rows: Rows, ours: Sequence[str], theirs: Sequence[str]) -> dict[
     return in_percent("EM", [share(ours), share(theirs)])
 
 
-def in_percent(name: str, shares: Sequence[float]) -> dict[str, float]:
-    ours, theirs = (round(100 * share, 1) for share in shares)
-    return {f"{name} %": ours, "the other": theirs}
+def in_percent(name: str, shares: Sequence[float]) -> dict[str, list[float]]:
+    return {f"{name} in %": [round(100 * share, 1) for share in shares]}
 
 
 TASKS = {"embed": embed, "transcribe": transcribe, "mood": mood}
