@@ -79,6 +79,26 @@ def test_a_recording_without_silence_is_cut_with_an_overlap() -> None:
         assert following.heard.start == pytest.approx(following.own.start - 0.5)
 
 
+@pytest.mark.parametrize(
+    ("span", "expected"),
+    [
+        ((2, 28), (9.9, 20.1)),
+        ((2, 15), (9.9, 15)),
+        ((15, 28), (15, 20.1)),
+        ((9.2, 20.8), (9.2, 20.8)),  # Whisper's times are kept if they are near
+        ((2, 8), (2, 8)),
+    ],
+)
+@pytest.mark.parametrize("noise", [0, 0.001])
+def test_long_silence_at_the_ends_of_a_segment_is_no_part_of_it(
+    noise: float, span: tuple[float, float], expected: tuple[float, float]
+) -> None:
+    at = np.arange(30 * SAMPLE_RATE) / SAMPLE_RATE
+    tone = 0.3 * np.sin(2 * np.pi * 440 * at) * ((at >= 10) & (at < 20))
+    sound = _sound(tone + np.random.default_rng(0).normal(0, noise, len(at)))
+    assert sound.without_silent_ends(*span) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("seconds", [0.01, 5, 30])
 def test_a_short_recording_is_one_part(seconds: float) -> None:
     (part,) = _sound(np.zeros(round(seconds * SAMPLE_RATE))).parts(30, 0.5)

@@ -105,10 +105,18 @@ async def _asked(row: OpenRow, recording: Recording, span: Span, step: str) -> l
     if completion.error is None:
         found = segments_in(completion.text, span, completion.finish_reason)
         # Models invent words for silence.
-        return [its for its in found if not recording.sound.is_silent(its["start"], its["end"])]
+        spoken = [its for its in found if not recording.sound.is_silent(its["start"], its["end"])]
+        return [_placed(segment, recording.sound) for segment in spoken]
     if isinstance(completion.error, EmptyTextError):  # silence, or the model left the speech out
         return []
     raise completion.error
+
+
+def _placed(segment: Segment, sound: Sound) -> Segment:
+    """Return the segment without long silence at its ends: Whisper's first segment often starts where the chunk does,
+    even if nothing is said there for seconds."""
+    span = sound.without_silent_ends(segment["start"], segment["end"])
+    return Segment(start=round(span.start, 3), end=round(span.end, 3), text=segment["text"])
 
 
 def segments_in(text: str, span: Span, finish_reason: str | None = "stop") -> list[Segment]:

@@ -21,6 +21,7 @@ _UNDER_LOUD_DB = 10.0
 _SHORTEST_PAUSE_S = 0.1
 _NEAR_S = 0.1  # assumed precision of a model's time stamps
 _SHORTEST_SOUND_S = 0.14
+_LONG_SILENCE_S = 1.0
 
 
 class Span(NamedTuple):
@@ -63,6 +64,19 @@ class Sound:
         """Return whether there is only noise from 0.1 s before ``start`` to 0.1 s after ``end``."""
         first, last = _frame(start - _NEAR_S), max(_frame(start), _frame(end + _NEAR_S))
         return bool(self._is_silent[first:last].all())
+
+    def without_silent_ends(self, start: float, end: float) -> Span:
+        """Return the span from ``start`` to ``end``, without noise of more than 1 s before its first or behind its last
+        sound. The last 0.1 s of that noise stay. A span with only noise is returned as it is."""
+        first = _frame(start)
+        frames = np.flatnonzero(~self._is_silent[first : _frame(end)]).tolist()
+        if not frames:
+            return Span(start, end)
+        first_sound, last_sound = ((first + at) * FRAME_S for at in (frames[0], frames[-1] + 1))
+        return Span(
+            first_sound - _NEAR_S if first_sound - start > _LONG_SILENCE_S else start,
+            last_sound + _NEAR_S if end - last_sound > _LONG_SILENCE_S else end,
+        )
 
     def seconds_in(self, start: float, end: float) -> float:
         """Return how many seconds between ``start`` and ``end`` have sound."""
