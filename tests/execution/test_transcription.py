@@ -139,6 +139,21 @@ def test_what_two_parts_hear_is_there_once() -> None:
     assert [it["text"] for it in joined(parts, [left, right])] == [*texts[:2], "And left."]
 
 
+@pytest.mark.parametrize(
+    ("is_cut", "expected"),
+    [
+        (False, [(8, 10), (10, 13)]),  # the middle of the silence between the chunks
+        (True, [(8, 10.5), (10.5, 13)]),
+    ],
+)
+def test_segments_of_two_parts_do_not_overlap(
+    is_cut: bool, expected: list[tuple[float, float]]
+) -> None:
+    parts = [SoundPart(Span(0, 10), Span(0, 10.5), is_cut), SoundPart(Span(10, 20), Span(9.5, 20))]
+    found = joined(parts, [[_segment(8, 10.5, "One.")], [_segment(9.5, 13, "Two.")]])
+    assert [(it["start"], it["end"]) for it in found] == expected
+
+
 def test_sound_without_text_is_named_with_its_seconds() -> None:
     made = make_recording(Random(3), 40)
     sound = _sound(made.samples)

@@ -144,7 +144,8 @@ def segments_in(text: str, span: Span, finish_reason: str | None = "stop") -> li
 def joined(parts: Sequence[SoundPart], of_parts: Sequence[list[Segment]]) -> list[Segment]:
     """Join the segments of neighboring chunks, whose sound overlaps.
 
-    A segment is kept if its middle is in its chunk's ``own`` span; the own spans don't overlap.
+    A segment is kept if its middle is in its chunk's ``own`` span; the own spans don't overlap. Where two chunks meet,
+    the last segment of the first one ends before the first segment of the second one begins.
     """
     found: list[Segment] = []
     was_cut = False
@@ -160,7 +161,14 @@ def joined(parts: Sequence[SoundPart], of_parts: Sequence[list[Segment]]) -> lis
             own[0] = Segment(
                 **own[0] | {"text": _without_repeat(found[-1]["text"], own[0]["text"])}
             )
-        found += [its for its in own if its["text"]]
+        own = [its for its in own if its["text"]]
+        if found and own and own[0]["start"] < found[-1]["end"]:
+            # A chunk that is not cut within speech begins in the middle of a silence.
+            meeting = found[-1]["end"] if was_cut else round(part.own.start, 3)
+            found[-1] = Segment(**found[-1] | {"end": min(found[-1]["end"], meeting)})
+            start = min(max(own[0]["start"], meeting), own[0]["end"])
+            own[0] = Segment(**own[0] | {"start": start})
+        found += own
         was_cut = part.is_cut
     return found
 
