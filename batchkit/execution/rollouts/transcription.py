@@ -88,11 +88,12 @@ async def _heard(row: OpenRow, recording: Recording, part: SoundPart) -> list[Se
     sure = _credible(segments, sound)
     if not (gaps := sound.without(_spans(sure), part.own)):
         return segments
-    first, last = gaps[0].start, gaps[-1].end
+    first, last = round(gaps[0].start, 3), round(gaps[-1].end, 3)
     span = Span(max(part.heard.start, first - _LEAD_S), min(part.heard.end, last + _LEAD_S))
     again = await _asked(row, recording, span, AGAIN)
     new = [
-        its
+        # The context of ``span`` belongs to the segments around it.
+        Segment(start=max(its["start"], first), end=min(its["end"], last), text=its["text"])
         for its in again
         if first < (at := _middle(its)) < last and not any(a < at < b for a, b in _spans(sure))
     ]
