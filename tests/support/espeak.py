@@ -17,7 +17,7 @@ import numpy as np
 
 from tests.support.real_models import real_model
 
-PAUSE_S = 0.5  # silence after each sentence
+PAUSE_S = 0.3  # silence after each sentence, as long as the library's own between two sentences
 _SYNCHRONOUS = 2  # AUDIO_OUTPUT_SYNCHRONOUS: the library plays nothing; it passes the samples on before it returns
 _UTF8 = 1  # espeakCHARS_UTF8
 Samples = np.ndarray[Any, Any]
