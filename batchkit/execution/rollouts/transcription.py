@@ -115,7 +115,7 @@ async def _asked(row: OpenRow, recording: Recording, span: Span, step: str) -> l
 
 def _placed(segment: Segment, sound: Sound) -> Segment:
     """Return the segment without long silence at its ends: Whisper's first segment often starts where the chunk does,
-    even if nothing is said there for seconds."""
+    even if the first word comes seconds later."""
     span = sound.without_silent_ends(segment["start"], segment["end"])
     return Segment(start=round(span.start, 3), end=round(span.end, 3), text=segment["text"])
 
