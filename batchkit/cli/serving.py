@@ -101,7 +101,8 @@ def _loaded(jobs: Sequence[Path], models: Texts, overrides: Texts) -> Iterator[J
 
     if (len(models) > 1 and jobs) or (len(jobs) > 1 and models):
         raise click.UsageError(
-            "--model sets the model of one job file: give one JOB and one --model, or only --model"
+            "--model works with one JOB only: with several JOBs, leave out --model; with several --model,"
+            " leave out JOB"
         )
     if not (jobs or models or any(text.startswith("engine.") for text in overrides)):
         raise click.UsageError("give a job file, or --model: batchkit serve --model MODEL")

@@ -161,7 +161,7 @@ class Loop:
             self._run.starts.note(workers=pool.workers())
 
     def _note_progress(self, pool: WorkerPool) -> None:
-        """Note what later starts and ``status`` need to know of this start even if it is killed.
+        """Save facts about this start for later starts and ``status``, in case this start is killed.
 
         The number of rows is noted once, so that ``status`` need not count them. The other notes are repeated less
         often the longer the start takes, so that ``starts.jsonl`` stays small.

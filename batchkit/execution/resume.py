@@ -347,10 +347,9 @@ def _settle_changes(
 
 
 def _of_trusted_files(rows: Iterator[Row], then: Sequence[FileFingerprint]) -> Iterator[Row]:
-    """Yield ``rows``, except rows whose file (for example a PDF) changed while an earlier start read it.
+    """Yield ``rows``, except rows of a file (for example a PDF) that changed while an earlier start read it.
 
-    These rows are left out because their records have the hash of the old file, but may answer the content of the new
-    file.
+    The record of such a row has the hash of the old file, but the model may have seen the new file.
     """
     changing = [file.read_as.partition(": ") for file in then if file.sha256 == CHANGING]
     names = {name for kind, _, name in changing if kind in ROWS_ARE_FILES}

@@ -230,8 +230,7 @@ class Tasks:
 
 
 class WatchedInput:
-    """The input ``source`` and the files that the prompts of all rows include, watched for changes while the run reads
-    them.
+    """The input ``source`` and the files that every prompt includes, watched for changes during the run.
 
     A change is noted in the run's history. The next start then compares rows with their records.
     """

@@ -135,7 +135,8 @@ class Prefetch(Generic[Given, Made]):
             return self._error is not None and not self._ready and not self._working
 
     def release(self, made: Made) -> None:
-        """Stop counting the pixels of a row, so that other rows can begin. The caller no longer needs the pixels."""
+        """Stop counting the pixels of a row towards the limit, so that other rows can begin. Call this when the pixels
+        are no longer needed."""
         if n_bytes := self._weigh(made):
             with self._changed:
                 self._held.free(n_bytes)

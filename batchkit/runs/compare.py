@@ -45,8 +45,8 @@ def compare(folders: Sequence[Path], *, tie: float = TIE) -> Comparison:
     Rows use the groups of the baseline, also in runs that did not keep the group field. Rows that share an id are
     matched by index, or by their order if the runs have not read the same input.
 
-    ``tie``: answers that differ first in a token with a smaller gap in log-probability count as ties. Greedy decoding
-    of equally likely tokens depends on the order of additions.
+    ``tie``: two answers are a tie if, at their first difference, the log-probabilities of the two tokens are closer
+    than this. Greedy decoding of equally likely tokens depends on the order of additions.
 
     Raises:
         JobError: Only one run is given, and it has no ``input.cross`` or no scores.

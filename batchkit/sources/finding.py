@@ -55,7 +55,7 @@ def listing(table: InputTable) -> Listing:
         return Listing(*find(table))
     if cache := _CACHE.search(path):
         raise InputError(
-            f"{path}: {cache[0]} may keep an old copy of a file; remove it from input.path"
+            f"{path}: {cache[0]} may keep an old copy of a file; remove {cache[0]} from input.path"
         )
     is_in_folder = _is_folder(path, table)
     found = _remote(path, is_in_folder) if "://" in path else _local(path, is_in_folder)

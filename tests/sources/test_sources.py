@@ -404,7 +404,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         "memory://nowhere/x.csv": "no such file",
         str(tmp_path): "is a folder; name its files",
         "nosuch://x.jsonl": r"nosuch://x\.jsonl: can't be opened: Protocol not known",
-        "simplecache::memory://nowhere/x.csv": "may keep an old copy of a file; remove it",
+        "simplecache::memory://nowhere/x.csv": "may keep an old copy of a file; remove simplecache:: from input.path",
     }.items():
         with pytest.raises(InputError, match=problem):
             rows_of(path, format="jsonl")

@@ -31,9 +31,12 @@ _OWN_FILES = (RESULTS, STEPS, CHECKPOINT, MANIFEST, STARTS, JOB, LOG, SCORES, ME
 class Export(NamedTuple):
     """An export format.
 
-    ``write``: a function that gets the run folder and the path, and returns the number of rows in each file that it
-    wrote. ``name``: the default path in the run folder, without a suffix for a folder; "" means ``results.FORMAT``.
-    ``says``: ``write`` also gets two functions that print a line; the second one is for missing columns of the input.
+    - ``write``: a function that gets the run folder and the output path, and returns the number of rows in each file
+      that it wrote.
+    - ``name``: the default output path in the run folder. A name without a suffix is a folder. "" means
+      ``results.FORMAT``.
+    - ``says``: True if ``write`` prints messages. It then gets two more arguments: functions that print one line. The
+      second function is for missing columns of the input.
     """
 
     write: Callable[..., dict[Path, int]]

@@ -38,9 +38,13 @@ _CLOCK_S = 0.001  # resolution of the times in records
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """The times and tokens of a row or of one of its generations. ``kind``: the kind of failure; "" for an answer.
-    ``began`` (when the request entered the engine's queue) and ``ended`` are seconds since 1970. Tokens cover all
-    attempts, except ``last_tokens``, which counts the last attempt's answers."""
+    """The times and token counts of a row or of one of its generations.
+
+    - ``began``, ``ended``: seconds since 1970. ``began`` is when the request entered the engine's queue.
+    - ``prompt_tokens``, ``completion_tokens``: sums over all attempts.
+    - ``last_tokens``: the completion tokens of the last attempt alone.
+    - ``kind``: the kind of failure; "" for an answer.
+    """
 
     index: int
     began: float

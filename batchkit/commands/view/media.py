@@ -78,7 +78,8 @@ class MediaLimits(NamedTuple):
     max_bytes: int
 
     def of(self, media: MediaTable) -> MediaTable:
-        """Return a copy of ``media`` that limits images to this number of pixels when they are decoded."""
+        """Return a copy of ``media`` that limits decoded images to ``pixels``, or to the limit of ``media`` if that is
+        lower."""
         pixels = min(media.max_pixels, self.pixels)
         return media.model_copy(update={"max_pixels": pixels, "min_pixels": 0})
 

@@ -154,7 +154,7 @@ class RayPool:
         while True:
             self.fill(taking=True)
             if self.poll():
-                raise AssertionError("no row is handed out before an engine is loaded")
+                raise AssertionError("a worker returned results before any engine was loaded")
             for worker in self._workers:
                 if worker.life.engine is not None:
                     return worker.life.engine

@@ -114,7 +114,8 @@ class Steps:
         return {name: value for name, value in found.items() if value is not None}
 
     def _recorded(self, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return ``answers`` for the record, without values that repeat the text (``json``, a single choice)."""
+        """Return ``answers`` as the record stores them: without ``json``, a single choice that repeats the text,
+        choices that the job does not keep, and a false ``skipped``."""
         return {
             name: {
                 key: value

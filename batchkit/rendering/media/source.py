@@ -82,7 +82,7 @@ def read_file(source: str, name: str, media: MediaTable) -> bytes:
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise MediaError(
             f"{name}: can't be read: {reason}; give the path of a file that you may read"
-            " (base64 text begins with data:image/png;base64,)"
+            " (if this is base64 text, put data:image/png;base64, in front of it)"
         ) from error
     check_bytes(len(data), name, media)
     return data
