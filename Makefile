@@ -33,8 +33,8 @@ real-models: setup
 	@.venv/bin/python scripts/real_models
 
 # What users run: these models on real vLLM.
-test-real: real-models
-	$(pytest) -m real
+test-real: real-models llama-server
+	$(pytest) -n 2 -m real
 
 check: setup
 	.venv/bin/ruff check .

@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.chat_server import serving
+from tests.support.espeak import record
 from tests.support.paths import ROOT
+from tests.support.prose import sentences
 from tests.support.real_models import real_model
+from tests.support.rows import read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.real
 
@@ -78,3 +81,23 @@ def command_in(job: str) -> str:
 @pytest.mark.parametrize("job", ["sentiment.toml", "embed_reviews.toml"])
 def test_a_job_on_the_model_that_its_comment_names(job: str) -> None:
     assert "40 ok, 0 failed of 40 rows" in shell(command_in(job))
+
+
+def test_transcription_with_the_model_that_the_comment_names() -> None:
+    text = record(Path("talk.wav"), sentences(8)).text
+    write_jsonl(Path("recordings.jsonl"), [{"id": "talk", "recording": "talk.wav", "text": text}])
+    shell(command_in("transcribe.toml"))
+    (row,) = read_jsonl(Path("output/talks/results.jsonl"))
+    assert row["scores"]["wer"] < 10
+    assert len(row["segments"]) >= 4
+
+
+def test_a_model_is_a_folder_or_a_name_on_the_hub() -> None:
+    page = (ROOT / "docs" / "without-a-hub.md").read_text(encoding="utf-8")
+    by_folder, by_name = (text for _, _, text in BLOCK.findall(page) if "batchkit run" in text)
+    shell(by_folder)
+    shell(by_name)
+    folders = "sentiment_folder", "sentiment_smollm2"
+    found = [read_jsonl(Path("output", name, "results.jsonl")) for name in folders]
+    first, second = ([answer["text"] for answer in records] for records in found)
+    assert first == second

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 import wave
@@ -46,7 +47,10 @@ def record(
     """
     asked = {"folder": str(real_model("espeak-ng")), "voice": voice, "noise": noise, "said": said}
     command = [sys.executable, "-m", __name__, str(path)]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     times = [(start, end) for start, end in json.loads(done.stdout)]
     return Spoken([its for its in said if isinstance(its, str)], times)
