@@ -28,7 +28,7 @@ class EngineLayer:
     Every request that was submitted must come back exactly once, as a completion. A layer may answer a request itself,
     or submit it to ``below`` again (``asked_again``) before it returns the completion. It then adds the tokens of the
     dropped answer to ``earlier_usage`` of the completion. ``Retry`` may submit a request with the same ``key`` again
-    after it came back.
+    after it came back. A layer that still has requests or completions after ``poll`` counts them in ``unanswered``.
 
     A layer sees completions as the engine made them. ``Retry``, above it, then selects the choice, parses the answer,
     and turns blank or broken-off answers into errors. One thread uses a layer.
@@ -59,6 +59,15 @@ class EngineLayer:
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         """Return the completions since the last call. Wait up to ``timeout_s`` for the first one."""
         return self.below.poll(timeout_s)
+
+    @property
+    def unanswered(self) -> int:
+        """The number of requests that this layer and the layers below have taken and not returned.
+
+        The lane reads it after a ``poll`` that returned nothing. If it is 0 although some requests have not come back,
+        a layer has lost them, and the run stops.
+        """
+        return self.below.unanswered
 
     @property
     def load(self) -> Load:

@@ -37,7 +37,7 @@ class Lane:
     def __init__(self, start: Start, name: str, requests: Requests, engines: RunEngines) -> None:
         self.name = name
         self._requests, self._hear = requests, engines.hear_of(name)
-        self._open = set[Key]()  # of the requests in the layers and the engine
+        self._open: dict[Key, str] = {}  # row ids of the requests in the layers and the engine
         self._warned = False
         engine = engines.open(name)
         self.max_num_seqs = engine.max_num_seqs
@@ -68,6 +68,8 @@ class Lane:
         """Return the completions of requests that are settled. Wait at most ``timeout_s`` for the first."""
         with self._named_faults():
             done = self._stack.poll(timeout_s if self._open else 0)
+            if self._open and not done and not self._stack.unanswered:
+                raise self._fault_of_layers(*next(iter(self._open.items())), "never came back")
         for completion in done:
             self._note_back(completion.request)
         return [self._released(completion) for completion in done]
@@ -84,13 +86,13 @@ class Lane:
             if rendered is None:
                 break
             if isinstance(rendered, Request):
-                self._open.add(rendered.key)
+                self._open[rendered.key] = rendered.row.id
                 self._stack.submit(rendered)
                 room -= 1
             elif rendered.generations is not None:  # a whole row; its requests are settled already
                 settled.append(rendered)
             elif (completion := self._stack.settle(rendered)) is None:
-                self._open.add(rendered.request.key)
+                self._open[rendered.request.key] = rendered.request.row.id
             else:
                 settled.append(self._released(completion))
         return settled
@@ -125,13 +127,16 @@ class Lane:
             ) from error
 
     def _note_back(self, request: Request) -> None:
-        try:
-            self._open.remove(request.key)
-        except KeyError:
-            raise EngineError(
-                f"row {request.row.index} (id {request.row.id}) came back twice from the layers of the engine;"
-                f" correct the code of engine.layers ({', '.join(self._added)})"
-            ) from None
+        if self._open.pop(request.key, None) is None:
+            raise self._fault_of_layers(request.key, request.row.id, "came back twice")
+
+    def _fault_of_layers(self, key: Key, row_id: str, fault: str) -> EngineError:
+        """Return the error for a request that did not come back exactly once."""
+        return EngineError(
+            f"row {key if isinstance(key, int) else key[0]} (id {row_id}) {fault} from the layers of the engine;"
+            f" correct the code of engine.layers ({', '.join(self._added)}): every request must come back once, and a"
+            " layer that holds some counts them in its property `unanswered`"
+        )
 
     def _released(self, completion: Completion) -> Completion:
         """Return a settled completion, and free its media. Report once that the model's template ignores tools."""

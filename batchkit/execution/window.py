@@ -140,6 +140,10 @@ class Windowed(EngineLayer):
         return done
 
     @property
+    def unanswered(self) -> int:
+        return self._in_flight
+
+    @property
     def load(self) -> Load:
         seen = self._seen
         return Load(

@@ -98,7 +98,30 @@ class Faulty(EngineLayer):
         done = super().poll(timeout_s)
         if done and self.mistake == "raises":
             raise KeyError("nothing there")
+        if self.mistake == "loses":
+            return [completion for completion in done if completion.request.row.id != "3"]
         return [*done, *done]
+
+
+class Late(EngineLayer):
+    """Returns answers only after the engine has been idle for some polls."""
+
+    def __init__(self, below):
+        super().__init__(below)
+        self.ready, self.n_idle = [], 0
+
+    @property
+    def unanswered(self):
+        return super().unanswered + len(self.ready)
+
+    def poll(self, timeout_s):
+        done = super().poll(timeout_s)
+        self.ready += done
+        self.n_idle = 0 if done else self.n_idle + 1
+        if self.n_idle < 3:
+            return []
+        ready, self.ready = self.ready, []
+        return ready
 '''
 
 
@@ -110,9 +133,8 @@ def package(in_an_empty_folder: None) -> None:
     about = "Metadata-Version: 2.1\nName: layers\nVersion: 1.0\n"
     (site / "layers-1.0.dist-info/METADATA").write_text(about)
     lines = ["counting = our_layers:Counting", "known = our_layers:FromDictionary"]
-    points = "\n".join(
-        ["[batchkit.layers]", *lines, "again = our_layers:Again", "faulty = our_layers:Faulty", ""]
-    )
+    lines += ["again = our_layers:Again", "faulty = our_layers:Faulty", "late = our_layers:Late"]
+    points = "\n".join(["[batchkit.layers]", *lines, ""])
     (site / "layers-1.0.dist-info/entry_points.txt").write_text(points)
 
 
@@ -187,6 +209,10 @@ def test_the_tokens_of_an_answer_that_a_layer_dropped_are_counted_also_after_a_r
             "repeats",
             "came back twice from the layers of the engine; correct the code of engine.layers",
         ),
+        (
+            "loses",
+            "row 3 (id 3) never came back from the layers of the engine; correct the code of engine.layers (faulty)",
+        ),
     ],
 )
 def test_a_mistake_of_a_layer_stops_the_run_and_names_it(mistake: str, said: str) -> None:
@@ -196,6 +222,13 @@ def test_a_mistake_of_a_layer_stops_the_run_and_names_it(mistake: str, said: str
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr
     assert ("our_layers.py" in (RUN / "run.log").read_text()) == (mistake == "raises")
+
+
+def test_a_layer_may_hold_answers_while_the_engine_is_idle_if_it_counts_them() -> None:
+    prepare(5, engine={"layers": ["late"]})
+    ended = run()
+    assert ended.returncode == 0, ended.stderr
+    assert len(records()) == 5
 
 
 def test_layers_belong_to_the_identity_of_a_run() -> None:
@@ -214,7 +247,7 @@ def test_layers_belong_to_the_identity_of_a_run() -> None:
     [
         (
             ["counted"],
-            'engine.layers: found "counted", expected "counting", "known", "again" or "faulty"',
+            'engine.layers: found "counted", expected "counting", "known", "again", "faulty" or "late"',
         ),
         (["again"], "engine.layers.again.temperature: this key is missing"),
         ([{"counting": {"n": 3}}], "engine.layers.counting.n: unknown key"),
