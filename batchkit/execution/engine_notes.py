@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Line, Note
+from batchkit.execution.events import EngineHistory, EngineMessage, Event, Found, Message, Note
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.screen import Screen
 from batchkit.execution.start import Start
@@ -32,9 +32,9 @@ class EngineNotes:
 
     def hear(self, event: Event) -> None:
         match event:
-            case Line(text):
+            case Message(text):
                 self._screen.say(text)
-            case EngineLine(text):
+            case EngineMessage(text):
                 self._screen.say(text)
                 self._run.starts.add_event(text)
                 self._run.save()
@@ -64,7 +64,7 @@ class EngineNotes:
                 known = self._run.starts.history.reductions
                 self._run.starts.learn(reductions={**known, name: noted})
                 self.hear(
-                    Line(
+                    Message(
                         "the engine options have changed, so the settings that an earlier start reduced because memory ran out are not used"
                     )
                 )

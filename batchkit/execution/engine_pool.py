@@ -15,7 +15,7 @@ from batchkit.engines.memory_ladder import Ladder
 from batchkit.engines.process.launcher import Launcher, log_of
 from batchkit.engines.registry import open_engine
 from batchkit.errors import EngineError
-from batchkit.execution.events import EngineHistory, EngineLine, Event, Found, Hear, Line
+from batchkit.execution.events import EngineHistory, EngineMessage, Event, Found, Hear, Message
 from batchkit.execution.start import Start
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.rendering.templates.prompt import constant_files
@@ -156,7 +156,7 @@ class RunEngines:
         if ladder.reductions:
             settings = ", ".join(f"{key} = {value}" for key, value in ladder.overrides.items())
             hear(
-                Line(
+                Message(
                     f"an earlier engine of this run ran out of memory; its reduced settings are used again: {settings}"
                 )
             )
@@ -210,7 +210,7 @@ def _named(hear: Hear, name: str) -> Hear:
 
     def hear_of_it(event: Event) -> None:
         match event:
-            case Line(text) | EngineLine(text):
+            case Message(text) | EngineMessage(text):
                 event = event._replace(text=f"engine {name}: {text}")
             case EngineHistory():
                 event = event._replace(engine=name)

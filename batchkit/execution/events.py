@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-class Line(NamedTuple):
-    """A line for the terminal and ``run.log``."""
+class Message(NamedTuple):
+    """A message of one line for the terminal and ``run.log``."""
 
     text: str
 
 
-class EngineLine(NamedTuple):
-    """A log line about an engine or a worker. It is also kept in ``starts.jsonl`` for ``status``."""
+class EngineMessage(NamedTuple):
+    """A message of one line about an engine or a worker. It is also kept in ``starts.jsonl`` for ``status``."""
 
     text: str
 
@@ -68,5 +68,5 @@ class Load(NamedTuple):
         return summed._replace(kv_cache_usage=fullest, trouble=self.trouble or other.trouble)
 
 
-Event = Line | EngineLine | Note | EngineHistory | Found
+Event = Message | EngineMessage | Note | EngineHistory | Found
 Hear = Callable[[Event], None]

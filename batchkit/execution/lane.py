@@ -10,7 +10,7 @@ from batchkit.config.seams import LAYERS
 from batchkit.errors import BatchkitError, EngineError, Interrupted
 from batchkit.execution.engine_layer import EngineLayer
 from batchkit.execution.engine_pool import RunEngines
-from batchkit.execution.events import EngineLine, Load, Note
+from batchkit.execution.events import EngineMessage, Load, Note
 from batchkit.execution.requests import Requests
 from batchkit.execution.retry import Retry
 from batchkit.execution.start import Start
@@ -143,6 +143,6 @@ class Lane:
         request = completion.request
         if not self._warned and (warning := ignored_tools(request, completion.prompt)):
             self._warned = True
-            self._hear(EngineLine(warning))
+            self._hear(EngineMessage(warning))
         self._requests.release(request)
         return completion

@@ -27,7 +27,7 @@ from batchkit.errors import (
     RowOutOfMemoryError,
     RowTimeoutError,
 )
-from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Note
+from batchkit.execution.events import EngineHistory, EngineMessage, Found, Hear, Note
 from batchkit.execution.host_memory import UNRELATED, HostMemory
 from batchkit.execution.row_search import RowSearch
 from batchkit.types import Completion, Key, Request
@@ -308,7 +308,7 @@ class SupervisedEngine:
         self._hear(EngineHistory(self.restarts, self.ladder.reductions))
 
     def _say(self, text: str) -> None:
-        self._hear(EngineLine(text))
+        self._hear(EngineMessage(text))
 
 
 def _row_error(fault: Fault) -> RowError:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.memory import free_memory_share
 from batchkit.execution.engine_layer import EngineLayer
-from batchkit.execution.events import Hear, Line, Load
+from batchkit.execution.events import Hear, Load, Message
 from batchkit.types import Completion, Request
 
 # Shares of max_num_seqs, except CUT: a share of the window.
@@ -164,4 +164,4 @@ class Windowed(EngineLayer):
         self._seen = load = self._engine.load()
         self._preemptions += load.preempted
         if change := self._window.adapt(load, self._in_flight, self._engine.max_num_seqs):
-            self._hear(Line(change))
+            self._hear(Message(change))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from batchkit.config.loading import learn_secrets
 from batchkit.execution.engine_pool import RunEngines
-from batchkit.execution.events import Line, Load
+from batchkit.execution.events import Load, Message
 from batchkit.execution.lane import POLL_S, Lane
 from batchkit.execution.requests import Requests
 from batchkit.execution.rollouts.rollouts import PausedRow
@@ -114,5 +114,5 @@ class Worker:
         if not isinstance(line, RecordLine):
             self._unwritten.append(completion)
         elif isinstance(line.record, Record) and line.record.unscored and completion.text.strip():
-            self._hear(Line(f"row {line.record.id} is not scored: {line.record.unscored}"))
+            self._hear(Message(f"row {line.record.id} is not scored: {line.record.unscored}"))
         return line

@@ -23,7 +23,7 @@ from batchkit.errors import BrokenInputError, EngineError, JobError, TooManyFail
 from batchkit.execution.cluster.actor import Actor
 from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.cluster.session import needs
-from batchkit.execution.events import EngineLine, Event
+from batchkit.execution.events import EngineMessage, Event
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.run import start_run
 from batchkit.execution.start import Start, StartOptions
@@ -260,7 +260,7 @@ def test_a_worker_that_dies_before_its_first_answer_is_given_up(
     heard: list[str] = []
 
     def hear(event: Event) -> None:
-        if isinstance(event, EngineLine):
+        if isinstance(event, EngineMessage):
             heard.append(event.text)
 
     made = job(workers={"count": 1}, run={"max_engine_restarts": 1})

@@ -13,7 +13,7 @@ from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interr
 from batchkit.execution.cluster.actor import CLOSE_S, Actor, WorkerReport
 from batchkit.execution.cluster.leases import Leases, RayWorker
 from batchkit.execution.cluster.session import cause_of, knock, needs, session
-from batchkit.execution.events import EngineHistory, EngineLine, Found, Hear, Line, Load
+from batchkit.execution.events import EngineHistory, EngineMessage, Found, Hear, Load, Message
 from batchkit.execution.lane import POLL_S
 from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.settle import to_line
@@ -226,7 +226,7 @@ class RayPool:
         life.place = report.place
         if report.engine is not None and life.engine is None:
             life.engine, worker.up_since = report.engine, worker.up_since or time.monotonic()
-            self._hear(Line(f"worker {worker.number} is ready{life.where}"))
+            self._hear(Message(f"worker {worker.number} is ready{life.where}"))
         life.load = report.load
         worker.capacity = 2 * report.load.window  # one half in flight, the other being rendered
         settled = [line.record.index for line in report.lines if isinstance(line, RecordLine)]
@@ -265,7 +265,7 @@ class RayPool:
         is_gone = isinstance(error, ActorUnavailableError)  # its own message tells nothing more
         cause = "its process or its node has died" if is_gone else cause_of(error)
         self._hear(
-            EngineLine(
+            EngineMessage(
                 f"worker {worker.number} died{worker.life.where} with {len(worker.held)} rows: {cause}"
             )
         )
@@ -292,7 +292,7 @@ class RayPool:
         text = (
             f"row {row.index} (id {row.id}) kills workers even if it runs alone: the row has failed"
         )
-        self._hear(EngineLine(text))
+        self._hear(EngineMessage(text))
         error = EngineCrashError(f"the worker dies even if this row runs alone: {cause}")
         request = Request(row, None, None, {}, input_hash(row.fields), task.attempt)
         line = to_line(self._start, Completion(request, error=error))
@@ -311,7 +311,9 @@ class RayPool:
         worker.life.call = None  # otherwise its end would count as another death
         ray.kill(worker.life.actor)  # otherwise it would hold GPUs that waiting workers need
         if self._leases.workers:
-            self._hear(EngineLine(f"worker {worker.number} failed and is not restarted: {failure}"))
+            self._hear(
+                EngineMessage(f"worker {worker.number} failed and is not restarted: {failure}")
+            )
         elif len(self._workers) == 1:
             self._broken = EngineError(str(failure))
         else:
@@ -330,7 +332,7 @@ class RayPool:
                 life.is_said_to_wait = True
                 wanted = needs(self._start.job, self._engines)
                 self._hear(
-                    Line(
+                    Message(
                         f"worker {worker.number} waits for resources: it needs {wanted['num_cpus']:g}"
                         f" CPUs and {wanted['num_gpus']:g} GPUs on one node"
                     )
@@ -339,7 +341,7 @@ class RayPool:
             if life.place is not None and life.call is not None and silent_s >= stall_s:
                 life.called_at = now
                 self._hear(
-                    EngineLine(
+                    EngineMessage(
                         f"worker {worker.number} has not answered for {silent_s:.0f} s"
                         f" (run.stall_timeout_s = {stall_s:g}): restarted"
                     )
