@@ -134,7 +134,7 @@ def child(mode: str, interval_s: float) -> None:
     script replaces functions of the ledger.
     """
     from batchkit.config.loading import load_job
-    from batchkit.execution import settle
+    from batchkit.execution import completions
     from batchkit.execution.processor import ProductionBatchProcessor
     from batchkit.storage.checkpoint import check_log
     from batchkit.storage.ledger import RESULTS, Ledger
@@ -151,7 +151,7 @@ def child(mode: str, interval_s: float) -> None:
         ledger.write = ledger.flush = nothing
     if mode == TIMED:
         os.fsync = clock.around("fsync", os.fsync)
-        settle.line_of = clock.around("encode", settle.line_of)  # type: ignore[assignment]
+        completions.line_of = clock.around("encode", completions.line_of)  # type: ignore[assignment]
         ledger.flush = clock.around("flush", ledger.flush)
         ledger.checkpoint = clock.around("checkpoint", ledger.checkpoint)
     job = load_job(Path("job.toml"), [f"run.checkpoint_interval_s={interval_s}"])

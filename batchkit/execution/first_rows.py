@@ -102,7 +102,7 @@ class FirstFailures:
             yield row
         yield from rows
 
-    def settle(self, record: Counted) -> None:
+    def note(self, record: Counted) -> None:
         """Take the record of a settled row into account. An answer, or a failure for another reason, ends the check."""
         if (error := record.error) is None:
             self._most = 0

@@ -72,12 +72,12 @@ class Loop:
             self._announce()
             if self._stop.check_budgets():  # before the model is loaded
                 return self._stopped()
-            return self._settle_all()
+            return self._run_turns()
         finally:
             self._stop.note_gpus()  # also if a signal ends the start while the model loads
             self._tasks.input.note_changes()
 
-    def _settle_all(self) -> Outcome:
+    def _run_turns(self) -> Outcome:
         try:
             self._tasks.check_first_rows()
             for engines in self._tasks.of_each_turn():
@@ -124,7 +124,7 @@ class Loop:
         tasks = self._tasks
         for line in lines:
             if isinstance(line, RecordLine):
-                tasks.settle(line.record)
+                tasks.count(line.record)
             elif isinstance(line, PausedRow):
                 tasks.turns.pause(line)
         self._run.ledger.write(line for line in lines if not isinstance(line, PausedRow))

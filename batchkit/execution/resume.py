@@ -244,7 +244,7 @@ def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[
         messages.append("finished an interrupted --on-change requeue first")
     if options.fresh or start.job.is_trial or source.files is None:
         return True
-    return _settle_changes(folder, source, new, options, messages)
+    return _apply_on_change(folder, source, new, options, messages)
 
 
 def _has_run(folder: Path) -> bool:
@@ -275,7 +275,7 @@ def _are_some_ok(lines: Iterable[LogLine[Record] | LogLine[Generation]]) -> bool
     return any(line.record is not None and line.record.status == "ok" for line in lines)
 
 
-def _settle_changes(
+def _apply_on_change(
     folder: Path,
     source: Input,
     new: Manifest,

@@ -24,9 +24,9 @@ from batchkit.errors import (
     PromptTooLongError,
     RowOutOfMemoryError,
 )
+from batchkit.execution.completions import lacks_answer, resolved
 from batchkit.execution.engine_layer import EngineLayer, asked_again
 from batchkit.execution.events import Load
-from batchkit.execution.settle import lacks_answer, resolved
 from batchkit.execution.start import Start
 from batchkit.rendering.body import with_temperature
 from batchkit.rendering.messages import image_part, loaded, with_note, with_parts

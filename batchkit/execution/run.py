@@ -56,7 +56,7 @@ def start_run(
         with ExitStack() as held:
             if stop is None:
                 stop = held.enter_context(StopRequest().installed())
-            outcome = _settled(start, source, stop, kept, held)
+            outcome = _outcome_of(start, source, stop, kept, held)
             outcome.checked()  # raise inside the block: the code that closes the run needs the error
     except BatchkitError as error:
         if outcome is None or error is not outcome.error:
@@ -82,7 +82,7 @@ def _check_before(start: Start, source: Input) -> None:
             open_preflight(job.with_engine(name))
 
 
-def _settled(
+def _outcome_of(
     start: Start, source: Input, signals: StopRequest, kept: Pool | None, held: ExitStack
 ) -> Outcome:
     job = start.job

@@ -146,11 +146,11 @@ class Tasks:
         """True if reading the next row may block, and rows can be read only once."""
         return self.input.source.files is None
 
-    def settle(self, record: Counted) -> None:
+    def count(self, record: Counted) -> None:
         """Count a row whose record is about to be written."""
         self.settled += 1
         self.failed += record.status == "failed"
-        self._first_failures.settle(record)
+        self._first_failures.note(record)
 
     def check_first_failures(self, *, is_end: bool = False) -> None:
         """Raise JobError if the first rows of a run without answers all failed for one reason.

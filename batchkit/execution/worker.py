@@ -13,12 +13,12 @@ from itertools import chain
 from typing import NamedTuple
 
 from batchkit.config.loading import learn_secrets
+from batchkit.execution.completions import SettledLine, to_line
 from batchkit.execution.engine_pool import RunEngines
 from batchkit.execution.events import Load, Message
 from batchkit.execution.lane import POLL_S, Lane
 from batchkit.execution.requests import Requests
 from batchkit.execution.rollouts.rollouts import PausedRow
-from batchkit.execution.settle import SettledLine, to_line
 from batchkit.execution.start import Start
 from batchkit.storage.ledger import RecordLine
 from batchkit.types import Completion, Record

@@ -185,7 +185,7 @@ class Ledger:
         written, self._waiting, self._waiting_bytes = self._waiting, [], 0
         for line in written:
             self.totals.add(line.record)
-            self.steps.settle(line.record.index)
+            self.steps.forget(line.record.index)
 
     def sync(self) -> float:
         """Flush the waiting records, call fsync on the logs, then write the checkpoint. Return the seconds that this

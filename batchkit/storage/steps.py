@@ -164,7 +164,7 @@ class StepsLog:
             if index in self._recalled or not self._totals.is_settled(index):
                 self._hold(index, start, end)
 
-    def settle(self, index: int) -> None:
+    def forget(self, index: int) -> None:
         """Forget the positions of a row's generations, because the row has its record now."""
         self._places.pop(index, None)
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchkit.errors import EngineError
-from batchkit.execution.settle import to_record
+from batchkit.execution.completions import to_record
 from batchkit.storage.ledger import line_of
 from batchkit.storage.lines import record_in
 from batchkit.types import Choice, Completion, Cut, Request, Row, Usage

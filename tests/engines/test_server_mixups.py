@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batchkit.errors import EngineError
-from batchkit.execution.settle import failed_unless_whole
+from batchkit.execution.completions import failed_unless_whole
 from batchkit.types import Choice, Completion, Request, Row
 from tests.support.chat_server import HangUp, Raw, Refused, error, http, serving
 from tests.support.command_line import batchkit

@@ -83,7 +83,7 @@ def play(
         now, number, what, detail = heapq.heappop(events)
         worker = leases.workers[number]
         if what == f"done {life[number]}":
-            worker.settle([detail])
+            worker.give_back([detail])
             settled.append(detail)
             rows[number] += 1
         elif what == "dies" and detail == life[number]:
@@ -95,7 +95,7 @@ def play(
             heapq.heappush(events, (now + restart_s, number, "up", 0))
         elif what == "up":
             worker.capacity = 2 * at_once
-    assert leases.are_settled
+    assert leases.is_done
     assert not waiting
     assert sorted(settled + quarantined) == list(range(n_rows)), "each row once"
     return Played(now, rows, handed, quarantined)
@@ -156,7 +156,7 @@ def test_a_row_that_is_known_to_kill_goes_out_alone() -> None:
     first = leases.lease(0, 3, lambda: next(new, None))
     assert [one.row.index for one in first] == [0, 2]
     assert not leases.lease(0, 0, lambda: None)
-    leases.workers[0].settle([0, 2])
+    leases.workers[0].give_back([0, 2])
     assert [one.row.index for one in leases.lease(0, 0, lambda: None)] == [1]
     assert leases.die(0, "worker died") == task(1), "one death proves it"
 
@@ -174,12 +174,12 @@ def test_what_a_worker_held_that_is_given_up_goes_to_the_others(dies: bool) -> N
         leases.die(0, "worker died")
         assert leases.lease(0, 3, lambda: next(new, None)) == (), "its model is not loaded"
     leases.give_up(0)
-    assert not leases.are_settled
-    leases.workers[1].settle([2, 3])
+    assert not leases.is_done
+    leases.workers[1].give_back([2, 3])
     replayed: list[int] = []
-    while not replayed or not leases.are_settled:
+    while not replayed or not leases.is_done:
         group = [one.row.index for one in leases.lease(1, 0, lambda: next(new, None))]
-        leases.workers[1].settle(group)
+        leases.workers[1].give_back(group)
         replayed += group
     assert sorted(replayed) == [0, 1, 4]
 
@@ -192,7 +192,7 @@ def test_a_lone_row_is_not_lost_however_many_workers_are_given_up() -> None:
     for number in range(4):
         assert [one.row.index for one in leases.lease(number, 1, lambda: next(new, None))] == [0]
         leases.give_up(number)
-    assert not leases.are_settled
+    assert not leases.is_done
     assert [one.row.index for one in leases.lease(4, 0, lambda: None)] == [0]
 
 
@@ -206,7 +206,7 @@ def dealt(groups: list[int]) -> dict[int, list[int]]:
             worker.capacity = 8
             for one in leases.lease(number, None, lambda: waiting.popleft() if waiting else None):
                 got[one.group].append(number)
-            worker.settle([*worker.held][:3])
+            worker.give_back([*worker.held][:3])
     return got
 
 

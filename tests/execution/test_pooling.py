@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import tomlkit
 
-from batchkit.execution.settle import failed_unless_whole, to_record
+from batchkit.execution.completions import failed_unless_whole, to_record
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.vectors import Vectors
 from batchkit.types import Completion, Pair, Pooled, Request, Row, Usage

@@ -22,7 +22,7 @@ from batchkit.config.terminal import MAX_LINE
 from batchkit.engines.openai.api import ShapeError
 from batchkit.engines.openai.chat import Chat
 from batchkit.errors import ServerError
-from batchkit.execution.settle import to_record
+from batchkit.execution.completions import to_record
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.ledger import line_of
 from batchkit.storage.lines import record_in, record_of, whole_record

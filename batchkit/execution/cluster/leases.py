@@ -49,7 +49,7 @@ class Leases:
         return sum(len(worker.held) for worker in self.workers.values()) + bool(self._next)
 
     @property
-    def are_settled(self) -> bool:
+    def is_done(self) -> bool:
         """True if no worker holds a row and none waits for replay."""
         return not (self.n_held or self._suspects)
 
@@ -130,10 +130,10 @@ class Leases:
         answered."""
         if left is None or not worker.capacity:
             return worker.capacity
-        answered = sum(one.settled + 1 for one in self.workers.values() if one.capacity)
-        share = math.ceil((left + self.n_held) * (worker.settled + 1) / answered)
+        answered = sum(one.given_back + 1 for one in self.workers.values() if one.capacity)
+        share = math.ceil((left + self.n_held) * (worker.given_back + 1) / answered)
         # A new worker may be slow, so start with the number of rows that its engine runs at the same time.
-        if not worker.settled:
+        if not worker.given_back:
             share = min(share, worker.capacity // 2)
         return max(1, share)
 
@@ -172,26 +172,26 @@ class RayWorker:
 
     - ``lives``: all processes of the worker so far.
     - ``capacity``: how many rows it may hold; 0 while its model loads.
-    - ``settled``: how many rows it has returned, as a record or paused. ``rows``: how many of them as a record.
+    - ``given_back``: how many rows it has returned, as a record or paused. ``rows``: how many of them as a record.
     - ``up_since``: when its engine was first loaded (``time.monotonic()``); None before.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.capacity = self.settled = self.rows = self.deaths_in_a_row = 0
+        self.capacity = self.given_back = self.rows = self.deaths_in_a_row = 0
         self.held: dict[int, Task] = {}
         self.lives: list[Life] = []
         self.is_given_up = False
         self.up_since: float | None = None
 
-    def settle(self, indices: Collection[int]) -> list[Task]:
+    def give_back(self, indices: Collection[int]) -> list[Task]:
         """Remove the rows with these indexes from ``held``, because the worker has returned them. Return their
         tasks."""
-        settled = [self.held.pop(index) for index in indices]
-        self.settled += len(settled)
-        if settled:
+        tasks = [self.held.pop(index) for index in indices]
+        self.given_back += len(tasks)
+        if tasks:
             self.deaths_in_a_row = 0
-        return settled
+        return tasks
 
     def begin(self, actor: Any, known: Mapping[str, EngineHistory]) -> None:
         histories = {name: learned._replace(restarts=0) for name, learned in known.items()}

@@ -13,10 +13,10 @@ from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interr
 from batchkit.execution.cluster.actor import CLOSE_S, Actor, WorkerReport
 from batchkit.execution.cluster.leases import Leases, RayWorker
 from batchkit.execution.cluster.session import cause_of, knock, needs, session
+from batchkit.execution.completions import to_line
 from batchkit.execution.events import EngineHistory, EngineMessage, Found, Hear, Load, Message
 from batchkit.execution.lane import POLL_S
 from batchkit.execution.rollouts.rollouts import PausedRow
-from batchkit.execution.settle import to_line
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.execution.worker import EngineFacts, Returned
@@ -89,7 +89,7 @@ class RayPool:
         # Raised here and not in poll(), which may have lines to return.
         if self._broken is not None:
             raise self._broken
-        if self._tasks.will_raise and self._leases.are_settled:  # rows in flight are finished first
+        if self._tasks.will_raise and self._leases.is_done:  # rows in flight are finished first
             self._tasks.get(timeout_s=0)  # raises the input's error
         for worker in self._leases.workers.values():
             life, tasks = worker.life, list[Task]()
@@ -135,7 +135,7 @@ class RayPool:
 
     @property
     def is_done(self) -> bool:
-        return self._tasks.exhausted and self._leases.are_settled
+        return self._tasks.exhausted and self._leases.is_done
 
     @property
     def load(self) -> Load:
@@ -233,7 +233,7 @@ class RayPool:
         paused = [line.index for line in report.lines if isinstance(line, PausedRow)]
         worker.rows += len(settled)
         life.returned += len(report.lines) - len(settled) - len(paused)
-        for task in worker.settle([*settled, *paused]):
+        for task in worker.give_back([*settled, *paused]):
             self._tasks.release(task)
         if report.failure is not None:
             self._give_up(worker, report.failure)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from batchkit.config.server_command import what_decides_answers
 from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.errors import ReplayError, RowError
-from batchkit.execution.settle import resolved
+from batchkit.execution.completions import resolved
 from batchkit.execution.start import Start
 from batchkit.rendering.body import with_temperature
 from batchkit.sources.rowhash import input_hash

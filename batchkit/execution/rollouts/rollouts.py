@@ -268,9 +268,9 @@ class Rollouts:
 
     def _run(self, rows: Sequence[OpenRow]) -> None:
         for row in rows:
-            self._loop.start(row, self._settle(row))
+            self._loop.start(row, self._run_one(row))
 
-    async def _settle(self, row: OpenRow) -> None:
+    async def _run_one(self, row: OpenRow) -> None:
         try:
             error = row.row.error
             outcome = await self._solve(row) if error is None else row.failed(error)

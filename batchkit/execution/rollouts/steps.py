@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from batchkit.config.tables import StepTable
 from batchkit.errors import EmptyTextError, InvalidOutputError, RowError
+from batchkit.execution.completions import parsed_or_failed
 from batchkit.execution.rollouts.open_row import OpenRow
 from batchkit.execution.selection import eligible
-from batchkit.execution.settle import parsed_or_failed
 from batchkit.execution.start import Start
 from batchkit.rendering.steps import NO_ANSWER, StepsRenderer, with_answers
 from batchkit.scoring.parsed import NotJson, parsed

@@ -1,4 +1,4 @@
-"""Conversion of a completion to a line of a log, for plain rows, steps and rollouts."""
+"""The steps from a completion to a line of a log, for plain rows, steps and rollouts."""
 
 from __future__ import annotations
 
