@@ -223,8 +223,8 @@ class SharedEngine:
         engine."""
         now, n_in_flight = time.monotonic(), len(self._in_flight)
         for seat in self.seats:
-            if seat.in_flight:
-                seat.claim.engine_s += (now - self._turned_at) * seat.in_flight / n_in_flight
+            if seat.n_in_flight:
+                seat.claim.engine_s += (now - self._turned_at) * seat.n_in_flight / n_in_flight
         self._turned_at = now
 
     def _hand_over(self) -> None:
@@ -244,7 +244,7 @@ class SharedEngine:
 
     def _count(self, seat: Seat, number: int) -> None:
         self._of_owner[seat.claim.owner] += number
-        seat.in_flight += number
+        seat.n_in_flight += number
 
     def _note_load(self, load: EngineLoad) -> None:
         self._window.adapt(load, len(self._in_flight), self.engine.max_num_seqs)
@@ -267,7 +267,7 @@ class Seat:
         self._shared, self.claim = shared, claim
         self.waiting, self.inbox = deque[Request](), deque[Completion]()
         self.called = threading.Event()  # another run has put something into the inbox
-        self.in_flight = 0
+        self.n_in_flight = 0
         self.limits, self.versions = shared.engine.limits, shared.engine.versions
 
     @property

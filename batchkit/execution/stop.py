@@ -148,30 +148,30 @@ class Stop:
             self.by = next((name for name, left in budgets if left <= 0), None)
         return self.request.signum is not None or self.by is not None
 
-    def check_drained(self, in_flight: int) -> bool:
+    def check_drained(self, n_in_flight: int) -> bool:
         """Return whether a start that is stopping may end now, without waiting for more rows.
 
         The start may end once no row is in flight, or once the time to finish these rows is over. If the start must
         wait, the first call prints for how long.
 
-        ``in_flight``: number of requests that still run.
+        ``n_in_flight``: number of requests that still run.
         """
         drain_s = DRAIN_S if self.request.signum is not None else self._drain_s
         is_due = self.request.is_due or drain_s == 0
-        if in_flight and not is_due and not self._is_announced:
+        if n_in_flight and not is_due and not self._is_announced:
             self._is_announced = True
             cause = f" at {self.by}" if self.by else ""
             time_left = "waiting" if drain_s is None else f"waiting up to {drain_s:.0f} s"
             self._say(
-                f"stopping{cause}: {time_left} for {in_flight} rows in flight;"
+                f"stopping{cause}: {time_left} for {n_in_flight} rows in flight;"
                 " interrupt again to stop immediately"
             )
-        return is_due or not in_flight
+        return is_due or not n_in_flight
 
-    def check_failures(self, tasks: Tasks, in_flight: int) -> None:
+    def check_failures(self, tasks: Tasks, n_in_flight: int) -> None:
         """Raise TooManyFailuresError if more rows failed than ``run.fail_on_error`` allows."""
         limit = self._job.run.fail_on_error
-        if _is_too_many(tasks, limit, in_flight):
+        if _is_too_many(tasks, limit, n_in_flight):
             raise TooManyFailuresError(
                 f"{tasks.failed} of {tasks.settled} rows failed; run.fail_on_error ="
                 f" {str(limit).lower()} stops the run. All finished rows are on disk: see"
@@ -208,11 +208,11 @@ class Stop:
         return Usage(usage.prompt_tokens, usage.completion_tokens + unfinished)
 
 
-def _is_too_many(tasks: Tasks, limit: bool | float, in_flight: int) -> bool:
+def _is_too_many(tasks: Tasks, limit: bool | float, n_in_flight: int) -> bool:
     if isinstance(limit, bool):
         return limit
     if isinstance(limit, int):
         return tasks.failed > limit
     # Rows in flight count as begun: a row that can't be rendered fails before good rows are answered.
-    begun = tasks.settled + in_flight
+    begun = tasks.settled + n_in_flight
     return begun >= _SHARE_FROM and tasks.failed > limit * begun

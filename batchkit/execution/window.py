@@ -58,7 +58,7 @@ class Window:
         self._free = 1.0
         self.size = fixed or _start(max_num_seqs)
 
-    def adapt(self, load: EngineLoad, in_flight: int, max_num_seqs: int) -> str:
+    def adapt(self, load: EngineLoad, n_in_flight: int, max_num_seqs: int) -> str:
         """Change the size if the engine's load requires it. Return a text for the log; "" if the size is unchanged.
 
         If a restarted engine has another ``max_num_seqs``, the size starts again at 1.5 × this number.
@@ -79,7 +79,7 @@ class Window:
             reason = f"{load.preempted} requests preempted"
             return self._change(int(self.size * CUT), max_num_seqs, reason)
         has_room = load.kv_cache_usage < KV_CACHE_FULL
-        if in_flight >= self.size and load.running and load.waiting == 0 and has_room:
+        if n_in_flight >= self.size and load.running and load.waiting == 0 and has_room:
             largest = max(2, int(LARGEST * max_num_seqs))
             step = max(1, int(STEP * max_num_seqs))
             return self._change(min(self.size + step, largest), 1, "the engine's queue was empty")
@@ -115,25 +115,25 @@ class Windowed(EngineLayer):
     def __init__(self, engine: Engine, hear: Hear, fixed: int | None) -> None:
         self._engine, self._hear = engine, hear
         self._window = Window(engine.max_num_seqs, fixed=fixed)
-        self._in_flight = self._preemptions = 0
+        self._n_in_flight = self._preemptions = 0
         self._seen = EngineLoad(0, 0, 0.0, 0)
 
     @property
     def room(self) -> int:
-        return self._window.size - self._in_flight
+        return self._window.size - self._n_in_flight
 
     def submit(self, request: Request) -> None:
         self._engine.submit(request)
-        self._in_flight += 1
+        self._n_in_flight += 1
 
     def resubmit(self) -> None:
         """Do nothing: this layer holds no requests back."""
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         done: Sequence[Completion] = ()
-        if self._in_flight:
+        if self._n_in_flight:
             done = self._engine.poll(timeout_s)
-            self._in_flight -= len(done)
+            self._n_in_flight -= len(done)
         elif timeout_s:
             time.sleep(timeout_s)  # all requests wait in layers above
         self._adapt()
@@ -141,14 +141,14 @@ class Windowed(EngineLayer):
 
     @property
     def unanswered(self) -> int:
-        return self._in_flight
+        return self._n_in_flight
 
     @property
     def load(self) -> Load:
         seen = self._seen
         return Load(
             self._window.size,
-            self._in_flight,
+            self._n_in_flight,
             seen.running,
             seen.waiting,
             seen.kv_cache_usage,
@@ -163,5 +163,5 @@ class Windowed(EngineLayer):
     def _adapt(self) -> None:
         self._seen = load = self._engine.load()
         self._preemptions += load.preempted
-        if change := self._window.adapt(load, self._in_flight, self._engine.max_num_seqs):
+        if change := self._window.adapt(load, self._n_in_flight, self._engine.max_num_seqs):
             self._hear(Message(change))
