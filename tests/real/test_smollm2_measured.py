@@ -32,7 +32,7 @@ def folder(engine: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
         rows,
         engine={**engine, "options": options},
         prompt={"user": "{{ place }}. {{ review }} Was this good?"},
-        sampling={"temperature": 0, "max_tokens": 12},
+        sampling={"temperature": 0, "max_tokens": 6},
     )
     return folder
 
