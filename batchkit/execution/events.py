@@ -60,6 +60,8 @@ class Load(NamedTuple):
     unfinished_tokens: int = 0  # output tokens of requests that still run
     retried: int = 0  # retries of rows since the start
     trouble: str = ""  # a server's error, or ""; with several engines, the first one
+    drafts: int = 0  # drafts that speculative decoding checked since the start
+    accepted_tokens: int = 0  # drafted tokens accepted since the start
 
     def __add__(self, other: Load) -> Load:  # type: ignore[override]
         fullest = max(self.kv_cache_usage, other.kv_cache_usage)

@@ -63,6 +63,10 @@ FAMILIES = {
     "batchkit_num_requests_waiting": Family("Requests in the engines' queues.", "waiting"),
     "batchkit_kv_cache_usage_ratio": Family("KV cache use; highest engine.", "kv_cache_usage"),
     "batchkit_num_preemptions_total": Family("Preemptions in this start.", "preemptions"),
+    "batchkit_spec_decode_num_drafts_total": Family("Drafts in this start.", "drafts"),
+    "batchkit_spec_decode_num_accepted_tokens_total": Family(
+        "Accepted tokens of drafts in this start.", "accepted_tokens"
+    ),
     "batchkit_engine_restarts_total": Family("Restarts of engines.", "engine_restarts"),
     "batchkit_host_memory_bytes": Family("Memory of the run's processes.", "host_bytes"),
     "batchkit_gpu_memory_bytes": Family("Memory in use on a GPU.", "memory_bytes", "gpu"),

@@ -182,7 +182,7 @@ class SharedEngine:
     def take_load(self) -> EngineLoad:
         """Return the load since the last call, so that each event is reported to only one run."""
         with self._noting:
-            load, self._load = self._load, self._load._replace(preempted=0, events=())
+            load, self._load = self._load, self._load.without_counts()._replace(events=())
         return load
 
     def restart(self) -> None:
@@ -251,8 +251,8 @@ class SharedEngine:
         waiting = load.waiting + sum(len(seat.waiting) for seat in self.seats)
         with self._noting:
             events = [*self._load.events, *load.events]
-            preempted = self._load.preempted + load.preempted
-            self._load = load._replace(waiting=waiting, preempted=preempted, events=events)
+            load = load.with_counts_of(self._load)
+            self._load = load._replace(waiting=waiting, events=events)
 
     def _note_death(self, death: EngineError) -> None:
         self.died_shared = len(self.seats) > 1

@@ -115,7 +115,7 @@ class Windowed(EngineLayer):
     def __init__(self, engine: Engine, hear: Hear, fixed: int | None) -> None:
         self._engine, self._hear = engine, hear
         self._window = Window(engine.max_num_seqs, fixed=fixed)
-        self._n_in_flight = self._preemptions = 0
+        self._n_in_flight = self._preemptions = self._drafts = self._accepted_tokens = 0
         self._seen = EngineLoad(0, 0, 0.0, 0)
 
     @property
@@ -155,6 +155,8 @@ class Windowed(EngineLayer):
             self._preemptions,
             seen.unfinished_tokens,
             trouble=seen.trouble,
+            drafts=self._drafts,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def close(self) -> None:
@@ -163,5 +165,7 @@ class Windowed(EngineLayer):
     def _adapt(self) -> None:
         self._seen = load = self._engine.load()
         self._preemptions += load.preempted
+        self._drafts += load.drafts
+        self._accepted_tokens += load.accepted_tokens
         if change := self._window.adapt(load, self._n_in_flight, self._engine.max_num_seqs):
             self._hear(Message(change))

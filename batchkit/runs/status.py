@@ -18,6 +18,7 @@ from batchkit.storage.checkpoint import Checkpoint, Totals, read_checkpoint
 from batchkit.storage.lines import Spent
 from batchkit.storage.log import log_of, read_lines
 from batchkit.storage.manifest import read_manifest
+from batchkit.storage.metrics import newest_metrics
 from batchkit.storage.runfolder import held_by, named
 from batchkit.storage.starts import History, read_history
 from batchkit.storage.steps import spent_in
@@ -36,6 +37,8 @@ class Status:
       progress.
     - ``engine_settings``: options that out-of-memory errors have reduced below the job's values.
     - ``engine_events``: the newest twenty log lines about the engine in the last start.
+    - ``accepted_tokens_per_step``: with speculative decoding, the mean number of drafted tokens that a forward pass of the
+      last start accepted for one request; otherwise None.
     - ``held_by``: the process that is working on the run; None if there is none.
     - ``workers``: state of each worker at the last checkpoint of the last start, if there are several.
     """
@@ -57,6 +60,7 @@ class Status:
     engine_events: Sequence[str]
     workers: Sequence[Mapping[str, Any]]
     starts: int
+    accepted_tokens_per_step: float | None
     held_by: Mapping[str, Any] | None
 
     def to_json(self) -> dict[str, Any]:
@@ -87,6 +91,8 @@ class Status:
         yield (
             f"{tokens}, {self.completion_tokens:,} completion" if self.completion_tokens else tokens
         )
+        if self.accepted_tokens_per_step is not None:
+            yield f"speculation: {self.accepted_tokens_per_step} drafted tokens accepted per step"
         yield f"starts: {self.starts}, engine restarts: {self.engine_restarts}"
         yield from (f"  {event}" for event in self.engine_events[-5:])
         yield from map(self._worker_line, self.workers)
@@ -128,6 +134,7 @@ def status(folder: Path) -> Status:
     holder = held_by(folder)
     last_start = history.last_start
     rate = _rate(log) if holder else None
+    metrics = newest_metrics(folder)
     return Status(
         name=manifest.name,
         folder=str(folder),
@@ -146,6 +153,7 @@ def status(folder: Path) -> Status:
         workers=[worker.model_dump() for worker in last_start.workers] if last_start else [],
         engine_restarts=sum(start.engine_restarts for start in history.starts),
         starts=len(history.starts),
+        accepted_tokens_per_step=None if metrics is None else metrics.accepted_tokens_per_step,
         held_by=holder,
     )
 

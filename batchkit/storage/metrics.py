@@ -14,12 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from batchkit.config.regular_file import read_bytes
+from batchkit.config.regular_file import open_regular, read_bytes
 from batchkit.storage.files import disk_errors, open_private, write_all, write_atomically
 
 METRICS = "metrics.jsonl"
 MOST_LINES = 8192
 _PER_AGE = 500
+_LAST_BYTES = 16384  # at least one line, even with dozens of GPUs
 
 
 class GpuLoad(msgspec.Struct, frozen=True):
@@ -53,9 +54,17 @@ class Metrics(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting: int = 0  # requests in the engine's queue
     kv_cache_usage: float = 0.0  # from 0 to 1; the highest if there are several engines
     preemptions: int = 0
+    drafts: int = 0  # drafts that speculative decoding checked
+    accepted_tokens: int = 0  # drafted tokens that were accepted
     engine_restarts: int = 0
     host_bytes: int | None = None  # resident memory of the run's processes on this machine
     gpus: list[GpuLoad] = []  # of this machine, if nvidia-ml-py is installed
+
+    @property
+    def accepted_tokens_per_step(self) -> float | None:
+        """The mean number of drafted tokens that a forward pass accepted for one request; None without speculative
+        decoding."""
+        return round(self.accepted_tokens / self.drafts, 2) if self.drafts else None
 
 
 _decoder = msgspec.json.Decoder(Metrics)
@@ -72,6 +81,23 @@ def read_metrics(folder: Path) -> list[Metrics]:
             return [*_decoded(read_bytes(folder / METRICS).splitlines())]
         except FileNotFoundError:
             return []
+
+
+def newest_metrics(folder: Path) -> Metrics | None:
+    """Return the newest valid line of a run's ``metrics.jsonl``, None if there is none. Reads only the file's end.
+
+    Raises:
+        StoreError: the file can't be read.
+    """
+    path = folder / METRICS
+    with (
+        disk_errors(path, "can't be read"),
+        suppress(FileNotFoundError),
+        open_regular(path) as file,
+    ):
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        return next(iter(_decoded(reversed(file.readall().splitlines()))), None)
+    return None
 
 
 class MetricsLog:

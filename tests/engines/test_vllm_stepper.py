@@ -101,3 +101,21 @@ def test_preemptions_are_counted(vllm_job: Callable[..., JobConfig]) -> None:
             answered += len(collect(engine, 1))
             preempted += engine.load().preempted
     assert preempted > 0
+
+
+def test_drafts_of_speculative_decoding_are_counted(vllm_job: Callable[..., JobConfig]) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    drafts = accepted = 0
+    with closing(
+        open_engine(vllm_job(engine={"options": {**SMALL, "speculative_config": ngram}}))
+    ) as engine:
+        for n in range(4):
+            engine.submit(request(n, max_tokens=100))
+        answered = 0
+        while answered < 4:
+            answered += len(collect(engine, 1))
+            load = engine.load()
+            drafts, accepted = drafts + load.drafts, accepted + load.accepted_tokens
+        assert engine.load().drafts == 0, "each is counted once"
+    assert drafts > 0
+    assert 0 <= accepted <= 3 * drafts

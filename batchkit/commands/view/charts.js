@@ -29,6 +29,7 @@ const CHARTS = [
     lines: { running: "running", waiting: "waiting", window: "window" },
   },
   { title: "KV cache", unit: "%", lines: { kv_cache_usage: "" }, scale: 100, top: 100 },
+  { title: "Speculation", unit: "tokens accepted per step", lines: { accepted_tokens_per_step: "" } },
   {
     title: "Memory", unit: "GiB", scale: 1 / GIB,
     lines: { host_bytes: "host", gpu_bytes: "GPU" },

@@ -164,6 +164,7 @@ def timeline(lines: Sequence[Metrics]) -> dict[str, list[Any]]:
             done = max(0, total(line) - total(before))
             # Six digits, so that the rate of a slow run is not 0.
             found[name].append(float(f"{done / seconds:.6g}") if is_known else None)
+    found["accepted_tokens_per_step"] = [line.accepted_tokens_per_step for line in lines]
     found["gpu_bytes"] = [
         sum(gpu.memory_bytes for gpu in line.gpus) if line.gpus else None for line in lines
     ]

@@ -145,7 +145,7 @@ class ProcessEngine:
         self._send(Abort(numbers))
 
     def load(self) -> EngineLoad:
-        load, self._load = self._load, self._load._replace(preempted=0)
+        load, self._load = self._load, self._load.without_counts()
         return load
 
     def close(self) -> None:
@@ -198,8 +198,7 @@ class ProcessEngine:
         raise StartFailed(message.message, fault, message.limits)
 
     def _completions(self, turn: Turn) -> list[Completion]:
-        preempted = self._load.preempted + turn.load.preempted
-        self._load = turn.load._replace(preempted=preempted)
+        self._load = turn.load.with_counts_of(self._load)
         return [
             msgspec.structs.replace(completion, request=self._in_flight.pop(number))
             for number, completion in turn.done

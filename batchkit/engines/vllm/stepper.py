@@ -30,7 +30,7 @@ class Stepper:
         engine.logger_manager = None  # nothing reads vLLM's own counters
         self._meanwhile = meanwhile
         self._load = EngineLoad(0, 0, 0.0, 0)
-        self._preempted = 0
+        self._preempted = self._drafts = self._accepted = 0
         self._preemption = EngineCoreEventType.PREEMPTED
         self._states = engine.output_processor.request_states
         # The outputs so far of each request, merged into one output, by vLLM's request id.
@@ -54,9 +54,12 @@ class Stepper:
         return self._load.running
 
     def load(self) -> EngineLoad:
-        """Return the scheduler's load in the last forward pass, and the number of preemptions since the last call."""
-        preempted, self._preempted = self._preempted, 0
-        return self._load._replace(preempted=preempted)
+        """Return the scheduler's load in the last forward pass, and the numbers since the last call."""
+        load = self._load._replace(
+            preempted=self._preempted, drafts=self._drafts, accepted_tokens=self._accepted
+        )
+        self._preempted = self._drafts = self._accepted = 0
+        return load
 
     def tokens(self) -> dict[str, int]:
         """Return the number of output tokens of each unfinished request by vLLM's request id, in the order of
@@ -92,6 +95,9 @@ class Stepper:
         if (stats := outputs.scheduler_stats) is not None:
             busy = (stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage)
             self._load = EngineLoad(*busy, preempted=0)
+            if (drafted := stats.spec_decoding_stats) is not None:
+                self._drafts += drafted.num_drafts
+                self._accepted += drafted.num_accepted_tokens
         return outputs
 
     def _to_process(self, outputs: Iterable[Any]) -> Iterator[Any]:
