@@ -13,14 +13,15 @@ from batchkit.errors import InputError, RequestError
 from batchkit.sources.files import open_input
 from batchkit.sources.reader import TOO_DEEP, Format, Found, Skip, is_too_deep, one_of, shown
 
-MAX_WHOLE_BYTES = 2**28  # a larger file is parsed as a stream, which is five times as slow
 
-
-def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
-    """Yield the rows of a JSON list (see ``Reader``). A file over 256 MB is parsed as a stream, row by row."""
+def read(
+    path: str, table: InputTable, skip: Skip, index: int, max_whole_bytes: int = 2**28
+) -> Iterator[Found]:
+    """Yield the rows of a JSON list (see ``Reader``). A file over ``max_whole_bytes`` is parsed as a stream, row by
+    row, which is five times as slow."""
     with open_input(path) as file:
-        content = file.read(MAX_WHOLE_BYTES + 1)
-    if len(content) > MAX_WHOLE_BYTES:
+        content = file.read(max_whole_bytes + 1)
+    if len(content) > max_whole_bytes:
         del content
         members = _stream(path, table.records)
     else:

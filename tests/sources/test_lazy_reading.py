@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import tracemalloc
-from itertools import chain, islice, repeat
+from collections.abc import Callable
+from itertools import chain, islice, product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.spec import AbstractFileSystem
 
+from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
-from batchkit.sources import count_rows, read_rows
+from batchkit.sources import count_rows, json_list, never, read_rows
 from tests.support.sources import rows_of, table, write_rows
 
 pytestmark = pytest.mark.slow
@@ -53,18 +55,31 @@ def test_first_rows_come_before_the_input_ends(format_name: Any) -> None:
     assert [row.index for row in rows][-1] == 99_999
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.json"])
+def read_all(source: InputTable) -> int:
+    return sum(1 for _ in read_rows(source))
+
+
+def read_as_stream(source: InputTable) -> int:
+    rows = json_list.read(source.path, source, never, 0, max_whole_bytes=2**20)
+    return sum(1 for _ in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        *product(["x.jsonl", "x.csv"], [read_all, count_rows]),
+        ("x.json", read_as_stream),
+    ],
+)
 def test_memory_does_not_grow_with_the_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, name: str, count: Callable[[InputTable], int]
 ) -> None:
-    monkeypatch.setattr("batchkit.sources.json_list.MAX_WHOLE_BYTES", 2**20)
     path = write_rows(tmp_path, name, [{"id": i, "text": "x" * 2000} for i in range(20_000)])
     assert path.stat().st_size > 40_000_000
     next(read_rows(table(path)))  # imports
     tracemalloc.start()
     try:
-        assert sum(1 for _ in read_rows(table(path))) == 20_000
-        assert count_rows(table(path)) == 20_000
+        assert count(table(path)) == 20_000
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -9,7 +9,7 @@ import io
 import json
 import lzma
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from hypothesis import strategies as st
 from batchkit.config.tables import InputTable
 from batchkit.config.urls import CHECK_KEYS
 from batchkit.errors import InputError, RequestError
-from batchkit.sources import count_rows, read_rows
+from batchkit.sources import count_rows, json_list, never, read_rows
 from batchkit.sources.finding import input_files
 from batchkit.sources.fingerprint import fingerprint
+from batchkit.sources.reader import Found
 from tests.support.sources import ROWS, rows_of, table, write, write_rows
 from tests.support.web import Files, web_server
 
@@ -192,16 +193,18 @@ def test_json_lines_round_trip(
 # JSON
 
 
+def streamed(path: Path, **keys: Any) -> Iterator[Found]:
+    """The rows of a JSON file that is parsed as a stream because it is larger than 10 bytes."""
+    return json_list.read(str(path), table(path, **keys), never, 0, max_whole_bytes=10)
+
+
 @pytest.mark.parametrize("tail", ['{"a": 2}, {"a"', '{"a": 2}, {"a": NaN}]', '{"a": 2}] x'])
-def test_rows_before_the_break_in_a_large_json_file_are_yielded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: str
-) -> None:
+def test_rows_before_the_break_in_a_large_json_file_are_yielded(tmp_path: Path, tail: str) -> None:
     path = write(tmp_path, "x.json", '[{"a": 1}, ' + tail)
     with pytest.raises(InputError, match=r"broken JSON: "):
         next(read_rows(table(path)))
-    monkeypatch.setattr("batchkit.sources.json_list.MAX_WHOLE_BYTES", 10)
-    rows = read_rows(table(path))
-    assert [next(rows).fields, next(rows).fields] == [{"a": 1}, {"a": 2}]
+    rows = streamed(path)
+    assert [next(rows), next(rows)] == [{"a": 1}, {"a": 2}]
     with pytest.raises(InputError, match="broken JSON after 2 rows"):
         next(rows)
 
@@ -460,15 +463,12 @@ def test_whole_numbers_beyond_64_bits_keep_their_digits(
     assert second.fields == {"n": 1.5e300, "t": "12345678901234567890123"}
 
 
-def test_json_list_keeps_them_too_unless_it_is_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_list_keeps_them_too_unless_it_is_large(tmp_path: Path) -> None:
     path = write(tmp_path, "x.json", '[{"n": 12345678901234567890123}]')
     assert rows_of(path)[0].fields == {"n": 12345678901234567890123}
-    monkeypatch.setattr("batchkit.sources.json_list.MAX_WHOLE_BYTES", 10)
     with pytest.raises(InputError, match="beyond 64 bits; write it as text"):
-        rows_of(path)
+        list(streamed(path))
     write(tmp_path, "x.json", '{"rows": [{"n": 1}, {"n": 2}]}')
-    assert [row.fields for row in rows_of(path, records="rows")] == [{"n": 1}, {"n": 2}]
+    assert list(streamed(path, records="rows")) == [{"n": 1}, {"n": 2}]
     with pytest.raises(InputError, match=r"has no list of rows at input\.records = 'row'; check"):
-        rows_of(path, records="row")
+        list(streamed(path, records="row"))
