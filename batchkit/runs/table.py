@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _BATCH = 10_000  # records
 _BATCH_BYTES = 16 << 20
-_VECTOR_BYTES = 64 << 20
 
 
 def schema_of(layout: Layout) -> pa.Schema:
@@ -52,12 +51,15 @@ def schema_of(layout: Layout) -> pa.Schema:
 
 
 def read_batches(
-    folder: Path, layout: Layout, inputs: InputColumns | None = None
+    folder: Path,
+    layout: Layout,
+    inputs: InputColumns | None = None,
+    max_vector_bytes: int = 64 << 20,
 ) -> Iterator[pa.Table]:
     """Yield batches with the newest record of each row in input order, with its newest scores.
 
-    A batch has at most 10,000 records, 16 MB of log and 64 MiB of vectors, unless it is a single record. Only the
-    current part of the log is in memory.
+    A batch has at most 10,000 records, 16 MB of log and ``max_vector_bytes`` of vectors, unless it is a single
+    record. Only the current part of the log is in memory.
 
     ``inputs``: columns of the input to add.
 
@@ -72,7 +74,7 @@ def read_batches(
                 sound_record(newest.view[line.start : line.end], path, line.start)
                 for line in newest.lines(part)
             ]
-            for records in _portions(found, layout.embedding):
+            for records in _portions(found, layout.embedding, max_vector_bytes):
                 _complete(records, scores, inputs)
                 arrays = [
                     _vectors(records, vectors, field.type)
@@ -174,14 +176,16 @@ def _parts(newest: NewestLog) -> Iterator[slice]:
         start, done = end, n_bytes[end - 1]
 
 
-def _portions(records: Sequence[Record], embedding: VectorType | None) -> Iterator[list[Record]]:
+def _portions(
+    records: Sequence[Record], embedding: VectorType | None, max_bytes: int
+) -> Iterator[list[Record]]:
     """Split records into batches by the size of their vectors."""
     largest = 0 if embedding is None else 4 * (embedding.dimensions or 4096)  # bytes of a vector
     portion, n_bytes = list[Record](), 0
     for record in records:
         place = record.embedding
         size = 0 if place is None else largest * (1 if place.tokens is None else place.tokens)
-        if portion and n_bytes + size > _VECTOR_BYTES:
+        if portion and n_bytes + size > max_bytes:
             yield portion
             portion, n_bytes = [], 0
         portion.append(record)

@@ -79,9 +79,7 @@ def test_each_format_has_the_vectors_at_their_rows(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_each_format_has_a_matrix_for_each_row_of_token_embed(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_format_has_a_matrix_for_each_row_of_token_embed(dtype: str) -> None:
     prepare(10, failing=FAILED, output={"vector_dtype": dtype}, task="token_embed")
     rows = [
         {**row, **({"q": "a " * n} if "q" in row else {})}
@@ -99,8 +97,8 @@ def test_each_format_has_a_matrix_for_each_row_of_token_embed(
     column = pq.read_table(RUN / "results.parquet")["embedding"]
     assert column.is_null().to_pylist() == [row in FAILED for row in range(10)]
     assert column.drop_null().to_pylist() == [matrix.tolist() for matrix in answered]
-    monkeypatch.setattr("batchkit.runs.table._VECTOR_BYTES", 320)  # ten tokens
-    batches = list(read_batches(RUN, Layout.of(RUN)))
+    ten_tokens = 320
+    batches = list(read_batches(RUN, Layout.of(RUN), max_vector_bytes=ten_tokens))
     assert 1 < len(batches) < len(rows)
     assert pa.concat_tables(batches)["embedding"].combine_chunks() == column.combine_chunks()
     lines = [one for one in read_jsonl(RUN / "results.newest.jsonl") if "embedding" in one]
