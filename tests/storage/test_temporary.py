@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from batchkit.storage import files
 from batchkit.storage.files import OwnFolder, remove_orphans
 
 OWNER = """
@@ -24,7 +23,6 @@ def test_only_what_a_killed_process_left_is_removed(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(files, "HOMES", ())
     own = OwnFolder("trial")
     (tmp_path / "batchkit-notes").mkdir()
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
