@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from batchkit.config.tables import JobConfig, ScoringTable
 from batchkit.errors import InputError, JobError, StoreError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.runs.scores import is_mixed, table_of
-from batchkit.scoring.extract import last_number
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest_lines import read_newest
@@ -145,21 +145,21 @@ def test_a_blank_first_one_of_several_answers_is_unscored_and_the_others_are_kep
             assert score_run(folder, say=quiet).to_json()["unscored"] == 1
 
 
-def test_a_scorer_that_breaks_costs_its_score_and_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None of ours is known to break."""
-
-    def breaks(text: str) -> str | None:
-        if "row 1" in text:
-            raise ArithmeticError("not this one")
-        return last_number(text)
-
-    monkeypatch.setattr("batchkit.scoring.extract.last_number", breaks)
-    folder = run(job(tmp_path, counted(3), scoring=NUMBER))
+def test_an_extractor_that_breaks_costs_its_score_and_no_answer(tmp_path: Path) -> None:
+    """The extractor comes from another package, because none of ours is known to break."""
+    code = "def last(text):\n    return {'0': '0', '2': '2'}[text.split()[-1].strip('.')]\n"
+    (tmp_path / "other.py").write_text(code)
+    (tmp_path / "other-1.0.dist-info").mkdir()
+    points = "[batchkit.extractors]\nlast = other:last\n"
+    (tmp_path / "other-1.0.dist-info/entry_points.txt").write_text(points)
+    made = table(tmp_path, counted(3), scoring={**NUMBER, "extract": "last"})
+    (tmp_path / "job.toml").write_text(tomlkit.dumps(made), encoding="utf-8")
+    done = batchkit("run", "job.toml", cwd=tmp_path, start=Popen)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "output/scored"
     assert scored(folder)["q1"] == (None, {"em": None})
     assert scored(folder)["q2"] == ("2", {"em": 1.0})
-    assert "the extractor number fails: ArithmeticError" in (folder / "run.log").read_text()
+    assert "the extractor last fails: KeyError" in (folder / "run.log").read_text()
 
 
 HOSTILE = [
