@@ -6,14 +6,16 @@ import json
 import signal
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tomlkit
 
-from batchkit.commands.trial import Trial
+from batchkit.commands.trial import Trial, trials_of
 from batchkit.commands.trial.measurement import Figures, Idle
 from batchkit.commands.tuning.options import patch
 from batchkit.commands.tuning.tune import Tuned, tune
@@ -53,26 +55,24 @@ def ok(rate: float, *, idle: Idle | None = None, is_short: bool = False) -> Tria
     return Trial("ok", "", 1.0, 0.1, figures, idle=idle, is_short=is_short)
 
 
-@pytest.fixture
-def searched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tuned]:
-    """The result of a search over the options in ``space``, with the trials that ``trial`` makes up of a job, how many
-    run at once and for how long; real ones without it."""
+def searched(
+    trial: Callable[[JobConfig, int, float], Trial] | None = None,
+    job: JobConfig | None = None,
+    **how: Any,
+) -> Tuned:
+    """The result of a search with the trials that ``trial`` makes up of a job, how many run at once and for how long;
+    real ones without it."""
 
-    def search(
-        trial: Callable[[JobConfig, int, float], Trial] | None = None,
-        space: dict[str, Any] | None = None,
-        job: JobConfig | None = None,
-        **how: Any,
-    ) -> Tuned:
-        if trial is not None:
-            monkeypatch.setattr(
-                "batchkit.commands.trial.Trials.run", lambda self, *given: trial(*given[:3])
+    @contextmanager
+    def made_up(job: JobConfig, *given: Any) -> Iterator[Any]:
+        with trials_of(job, *given) as trials:
+            yield SimpleNamespace(
+                rows=trials.rows, signum=None, run=lambda *given: trial(*given[:3])
             )
-        if space is not None:
-            monkeypatch.setattr("batchkit.commands.tuning.tune.speed_options", lambda job: space)
-        return tune(job or load_job(Path("job.toml")), minutes=5, rows=None, seconds=1, **how)
 
-    return search
+    if trial is not None:
+        how["trials_of"] = made_up
+    return tune(job or load_job(Path("job.toml")), minutes=5, rows=None, seconds=1, **how)
 
 
 def test_the_fastest_options_are_found_compared_and_written() -> None:
@@ -116,7 +116,7 @@ def test_what_is_known_is_not_tried_again_and_holds_for_the_same_job_alone() -> 
     assert len(MEMORY.read_text().splitlines()) >= known + 1 + 7 + len(tuned["trials"])
 
 
-def test_trials_are_as_long_as_it_takes_to_fill_the_engine(searched: Callable[..., Tuned]) -> None:
+def test_trials_are_as_long_as_it_takes_to_fill_the_engine() -> None:
     """It takes 3 s; the short answers that come before that would look like speed."""
     given = list[float]()
 
@@ -149,9 +149,9 @@ def test_a_search_that_is_stopped_keeps_what_it_knows(signum: int, code: int) ->
     assert Path("job.toml").read_text() == JOB
 
 
-def test_a_trial_that_fails_costs_that_trial(searched: Callable[..., Tuned]) -> None:
+def test_a_trial_that_fails_costs_that_trial() -> None:
     """An option that the engine refuses, behind one that gains."""
-    tuned = searched(space={"max_num_seqs": 8, "no_such_option": False})
+    tuned = searched(options={"max_num_seqs": 8, "no_such_option": False})
     refused = [trial for trial in tuned.trials if "no_such_option" in trial.options]
     assert [trial.status.partition(":")[0] for trial in refused] == ["error"]
     assert "has no such name" in refused[0].status
@@ -160,7 +160,7 @@ def test_a_trial_that_fails_costs_that_trial(searched: Callable[..., Tuned]) -> 
     assert "no_such_option" in tuned.to_text()
 
 
-def test_options_of_the_run_are_tried_and_written(searched: Callable[..., Tuned]) -> None:
+def test_options_of_the_run_are_tried_and_written() -> None:
     """Two workers on Ray answer as many rows as twice the size would."""
     rates = {(None, "auto"): 100, (2, "auto"): 180, (2, 64): 190}
 
@@ -170,8 +170,8 @@ def test_options_of_the_run_are_tried_and_written(searched: Callable[..., Tuned]
         is_known = size == 8 and run.render_threads == 4
         return ok(rates.get((workers.count, run.max_in_flight), 10) if is_known else 1)
 
-    space = {"max_num_seqs": 8, "workers.count": [2], "run.max_in_flight": [64]}
-    tuned = searched(trial, space, write_to=Path("job.toml"))
+    options = {"max_num_seqs": 8, "workers.count": [2], "run.max_in_flight": [64]}
+    tuned = searched(trial, options=options, write_to=Path("job.toml"))
     assert tuned.best == {"workers.count": 2, "run.max_in_flight": 64}
     written = tomllib.loads(Path("job.toml").read_text())
     assert (written["workers"], written["run"]) == ({"count": 2}, {"max_in_flight": 64})
@@ -180,12 +180,9 @@ def test_options_of_the_run_are_tried_and_written(searched: Callable[..., Tuned]
 
 @pytest.mark.release
 @pytest.mark.ray
-def test_a_trial_with_workers_is_one_on_ray(
-    ray_head: RayHead, searched: Callable[..., Tuned], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchkit.commands.tuning.tune._MOST_TRIALS", 4)
+def test_a_trial_with_workers_is_one_on_ray(ray_head: RayHead) -> None:
     job = load_job(Path("job.toml"), [f"workers.ray_address={ray_head.address}"])
-    tuned = searched(space={"max_num_seqs": 8, "workers.count": [2]}, job=job)
+    tuned = searched(options={"workers.count": [2]}, job=job)
     on_ray = [trial.status for trial in tuned.trials if trial.options.get("workers.count") == 2]
     assert {*on_ray} == {"ok"}
 
@@ -196,30 +193,27 @@ FULL = Idle(0.0, 0.0, 0.6, 31.0, 14)
 @pytest.mark.parametrize(
     ("idle", "are_tried"), [(FULL, True), (FULL._replace(kv_cache=0.0), False), (None, False)]
 )
-def test_only_what_helps_against_the_limit_is_tried(
-    searched: Callable[..., Tuned], idle: Idle | None, are_tried: bool
-) -> None:
-    space = {"max_num_seqs": 64, "gpu_memory_utilization": [0.95], "block_size": [32]}
-    tuned = searched(lambda *_: ok(100, idle=idle), space)
+def test_only_what_helps_against_the_limit_is_tried(idle: Idle | None, are_tried: bool) -> None:
+    options = {"max_num_seqs": 64, "gpu_memory_utilization": [0.95], "block_size": [32]}
+    tuned = searched(lambda *_: ok(100, idle=idle), options=options)
     names = {name for trial in tuned.trials for name in trial.options}
     assert ({"gpu_memory_utilization", "block_size"} <= names) == are_tried
     held = "31 of 64 requests ran at once, and 14% of them were preempted"
     assert (held in tuned.limit) == are_tried
 
 
-def test_as_many_requests_as_the_cache_of_each_engine_held_are_tried(
-    searched: Callable[..., Tuned],
-) -> None:
+def test_as_many_requests_as_the_cache_of_each_engine_held_are_tried() -> None:
     def trial(job: JobConfig, *_: float) -> Trial:
         workers = job.workers.count or 1
         return ok(100 * workers, idle=FULL._replace(running=31.0 * workers))
 
-    tried = [t.options for t in searched(trial, {"max_num_seqs": 64, "workers.count": [2]}).trials]
+    options = {"max_num_seqs": 64, "workers.count": [2]}
+    tried = [trial.options for trial in searched(trial, options=options).trials]
     assert {"workers.count": 2, "max_num_seqs": 31} in tried
     assert {"workers.count": 2, "max_num_seqs": 62} not in tried
 
 
-def test_a_gain_within_the_noise_is_none(searched: Callable[..., Tuned]) -> None:
+def test_a_gain_within_the_noise_is_none() -> None:
     """Rates that a trial could have shown: the best was lucky once, and is no faster when measured in turn."""
     rates: dict[int, Iterator[int]] = {8: repeat(100), 32: iter([120, 101, 99, 103])}
     tuned = searched(lambda job, at_once, _: ok(next(rates.get(at_once, repeat(90)))))
@@ -247,9 +241,7 @@ def write_vllm_job(model: Path) -> None:
 
 @pytest.mark.release
 @pytest.mark.vllm
-def test_of_options_that_change_answers_the_changed_ones_are_counted(
-    text_model: Path, searched: Callable[..., Tuned]
-) -> None:
+def test_of_options_that_change_answers_the_changed_ones_are_counted(text_model: Path) -> None:
     """The rates are made up, for on this machine none is faster; the answers are not."""
 
     def trial(job: JobConfig, *_: float) -> Trial:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,8 @@ def tune(
     seconds: float,
     allow_changes: bool = False,
     write_to: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    trials_of: Callable[[JobConfig, int | None, str], AbstractContextManager[Trials]] = trials_of,
     say: Say = lambda text: None,
 ) -> Tuned:
     """Search for the best engine options for about ``minutes`` minutes.
@@ -182,6 +185,8 @@ def tune(
 
     - ``allow_changes``: also try options that change answers, and count the changed answers.
     - ``write_to``: job file that receives the best options, if they beat the default in each of three rounds.
+    - ``options``: the options to try and their values, as ``speed_options`` returns them (the default).
+    - ``trials_of``: starts the trials.
 
     Raises:
         JobError: The job itself is invalid, its input has no rows, or the job file can't be written.
@@ -197,7 +202,8 @@ def tune(
     with trials_of(job, rows, TUNE) as trials:
         if allow_changes:
             changes |= changing_options(job)
-        space = choices(job, {**speed_options(job), **changes})
+        tries = speed_options(job) if options is None else options
+        space = choices(job, {**tries, **changes})
         _Search(found, trials, space, seconds, time.monotonic() + 60 * minutes, say).run()
     found.signum = trials.signum
     if found.is_gain and found.signum is None and found.best.keys() & changes.keys():
