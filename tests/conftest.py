@@ -171,12 +171,6 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that did not answer is asked again ten times as soon."""
-    monkeypatch.setattr("batchkit.engines.openai.rate_limiter.FIRST_PAUSE_S", 0.05)
-
-
-@pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts ``batchkit`` as a process of its own; what still lives at the end is killed."""
     started: list[subprocess.Popen[str]] = []

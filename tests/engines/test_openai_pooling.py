@@ -242,7 +242,6 @@ NO_ANSWERS: dict[str, dict[str, tuple[Any, str]]] = {
 }
 
 
-@pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize("task", NO_ANSWERS)
 def test_what_is_no_vector_class_or_score_fails_its_row_and_says_why(task: str) -> None:
     cases = NO_ANSWERS[task]
@@ -267,7 +266,7 @@ def test_a_vector_of_another_size_than_asked_for_fails_its_row() -> None:
     assert "2 dimensions, but pooling.dimensions is 4" in str(done.error)
 
 
-@pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
+@pytest.mark.usefixtures("in_an_empty_folder")
 def test_a_run_embeds_its_rows_and_what_can_be_no_vector_of_its_model_fails_its_row() -> None:
     wrong: list[Any] = [
         embedded(packed([1.0] * 7 + [float("nan")])),
@@ -296,7 +295,7 @@ def test_a_run_embeds_its_rows_and_what_can_be_no_vector_of_its_model_fails_its_
     assert "7 dimensions, but vectors of other rows have 8" in records()[-1]["error"]["message"]
 
 
-@pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
+@pytest.mark.usefixtures("in_an_empty_folder")
 def test_a_server_whose_vectors_have_another_size_at_the_next_start_stops_the_run() -> None:
     sizes = [8]
 
@@ -328,7 +327,7 @@ def test_usage_may_be_the_sum_alone_or_missing() -> None:
 # --- whole runs
 
 
-@pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
+@pytest.mark.usefixtures("in_an_empty_folder")
 def test_a_run_scores_its_rows_and_a_number_that_is_none_fails_its_row() -> None:
     bodies: list[Any] = [ranked((0, float("nan"))), ranked((0, 10**400))]
     rows: list[dict[str, Any]] = [{"q": f"row {n}", "d": "a"} for n in range(2)]

@@ -22,7 +22,7 @@ from tests.support.command_line import batchkit
 from tests.support.server_engine import KEY, ask, opened, request, texts
 from tests.support.server_runs import answering, assert_settled, counted, records, said, write_job
 
-pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "short_pauses")
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 MiB = 1 << 20
 CALL = {
@@ -299,6 +299,7 @@ OF_TWO: dict[str, tuple[Any, list[str] | None]] = {
 }
 
 
+@pytest.mark.slow  # four pauses between attempts
 def test_an_answer_with_other_choices_than_asked_for_is_never_stored() -> None:
     bodies = [body for body, _ in OF_TWO.values()]
     made = answered_with(bodies, 3, sampling={"n": 2, "temperature": 1.0})

@@ -21,7 +21,7 @@ from tests.support.server_engine import ask, opened, request
 from tests.support.server_runs import answering, records, said, write_job
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.usefixtures("in_an_empty_folder", "short_pauses"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
 # --- the answer to another request

@@ -25,7 +25,7 @@ from tests.support.engine_requests import collect
 from tests.support.server_engine import KEY, ask, job, opened, request, texts
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.usefixtures("short_pauses"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def _submit(engine: Engine, n: int) -> None:
@@ -184,20 +184,21 @@ def test_the_pace_halves_once_a_burst_and_grows_back_by_steps() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_an_outage_is_reported_and_waited_for_with_one_probe_at_a_time(
-    status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchkit.engines.openai.engine._QUIET_S", 0.5)
-    refused: list[tuple[int, bool]] = []
+def test_an_outage_is_reported_and_waited_for_with_one_probe_at_a_time(status: int) -> None:
+    refused: list[str] = []
+    at_a_time = set[int]()
     events: list[str] = []
     troubles: list[str] = []
 
     def before(text: str, body: dict[str, Any]) -> None:
+        if text == "Hi":  # a probe
+            at_a_time.add(server.inside)
         if time.monotonic() < well_at or len(events) < 2:  # on a busy machine that takes longer
-            refused.append((server.inside, bool(events)))
+            refused.append(text)
             raise Refused(status, error("busy\x1b[2J"))
 
-    with serving(before) as server, opened(server, {"max_num_seqs": 8}) as engine:
+    options = {"max_num_seqs": 8, "give_up_s": 5.0}
+    with serving(before) as server, opened(server, options) as engine:
         well_at = time.monotonic() + 2.5
         _submit(engine, 8)
         done: list[Completion] = []
@@ -217,7 +218,8 @@ def test_an_outage_is_reported_and_waited_for_with_one_probe_at_a_time(
     shown = [*map(bool, troubles)]
     assert all(shown[shown.index(True) : -shown[::-1].index(True)]), "the whole time"
     assert len(refused) < 50
-    assert {inside for inside, is_reported in refused if is_reported} == {1}
+    assert refused == sorted(refused, key="Hi".__eq__), "nothing but probes after the first probe"
+    assert at_a_time == {1}
 
 
 def test_answers_to_requests_sent_before_an_outage_blame_no_row() -> None:

@@ -58,10 +58,7 @@ def test_lines_have_all_of_it_where_there_is_no_terminal() -> None:
 
 
 @pytest.mark.parametrize("status_code", [429, 500, 503])
-def test_a_server_that_answers_nothing_is_named_on_the_line_and_in_status(
-    status_code: int, monkeypatch: pytest.MonkeyPatch, short_pauses: None
-) -> None:
-    monkeypatch.setattr("batchkit.engines.openai.engine._QUIET_S", 0.3)
+def test_a_server_that_answers_nothing_is_named_on_the_line_and_in_status(status_code: int) -> None:
     words = f"the server answered {status_code}: busy\\u001b[2J; 3 requests wait, next try in"
     seen: list[bool] = []
 

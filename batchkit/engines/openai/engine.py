@@ -91,7 +91,8 @@ class OpenAIServerEngine:
         self._remote = Remote(job, base_url, self._options, self._events.append)
         self._limiter = RateLimiter(self.max_num_seqs, self._options.give_up_s)
         self._in_flight = 0
-        self._next_report_s = _QUIET_S
+        self._quiet_s = min(_QUIET_S, self._options.give_up_s / 10)
+        self._next_report_s = self._quiet_s
         self._done: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._ended: EngineError | None = None
         self._unsettled = 0  # requests in flight, as the event loop knows them
@@ -310,9 +311,9 @@ class OpenAIServerEngine:
         """Return the server's error if an outage has lasted for some seconds, otherwise "". Also report the error as an
         event, at growing intervals."""
         silence_s, where = self._silence_s, self._remote.base_url
-        if silence_s < _QUIET_S:
-            if self._next_report_s > _QUIET_S:
-                self._next_report_s = _QUIET_S
+        if silence_s <= self._quiet_s:
+            if self._next_report_s > self._quiet_s:
+                self._next_report_s = self._quiet_s
                 self._events.append(f"{where}: answers again")
             return ""
         trouble = (
