@@ -44,7 +44,7 @@ class EngineLoad(NamedTuple):
         return self._replace(preempted=0, drafts=0, accepted_tokens=0)
 
     def with_counts_of(self, earlier: EngineLoad) -> EngineLoad:
-        """Return the load with the numbers of an earlier load added, which nobody has read yet."""
+        """Return the load with the numbers of an earlier load added, if no caller has taken that load."""
         return self._replace(
             preempted=self.preempted + earlier.preempted,
             drafts=self.drafts + earlier.drafts,

@@ -104,7 +104,8 @@ def test_preemptions_are_counted(vllm_job: Callable[..., JobConfig]) -> None:
 
 
 def test_drafts_of_speculative_decoding_are_counted(vllm_job: Callable[..., JobConfig]) -> None:
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    ngram |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     drafts = accepted = 0
     with closing(
         open_engine(vllm_job(engine={"options": {**SMALL, "speculative_config": ngram}}))
