@@ -34,7 +34,7 @@ from batchkit.cli.options import (
 from batchkit.cli.rows import show_rows, status, view
 from batchkit.cli.serving import serve
 from batchkit.cli.tuning import find_bs, plan, tune
-from batchkit.errors import JobError
+from batchkit.errors import JobError, UploadError
 
 if TYPE_CHECKING:
     from batchkit.config.tables import JobConfig
@@ -392,10 +392,18 @@ def export(
             f"give a FILE, or name a format: {', '.join(f'--{name}' for name in EXPORTS.names())}"
         )
     folder, lacks = find(run), say if without_input else refuse
+    unsent = list[UploadError]()
     for target in wanted:
         how = {"only_finished": only_finished, "force": force}
-        for file in write(folder, target, say, lacks=lacks, **how):
-            show(file, as_json)
+        try:
+            for file in write(folder, target, say, lacks=lacks, **how):
+                show(file, as_json)
+        except UploadError as error:
+            unsent.append(error)
+    for error in unsent[1:]:
+        say(f"error: {error}")
+    if unsent:
+        raise unsent[0]
 
 
 @cli.command()

@@ -92,6 +92,18 @@ def test_uploads_that_fail_leave_the_run_complete_and_the_other_exports_written(
         assert Path(path).is_file(), path
 
 
+def test_an_upload_that_fails_stops_no_other_file_of_the_command() -> None:
+    addresses = [f"hf://datasets/me/{name}/data/c.parquet" for name in ("answers", "others")]
+    with hub() as server:
+        environment = {"HF_ENDPOINT": server.url, "HF_TOKEN": "wrong", "HF_HOME": "hf"}
+        args = ("export", RUN, addresses[0], "a.csv", addresses[1])
+        ended = in_a_process(*args, cwd=Path.cwd(), start=subprocess.Popen, **environment)
+    assert ended.returncode == 1
+    for address in addresses:
+        assert f"error: {address}: not written: Client error '401" in ended.stderr
+    assert Path("a.csv").is_file()
+
+
 def test_a_dataset_on_the_hub_gets_the_files() -> None:
     batchkit("export", str(RUN), "a.parquet", "a.jsonl").ok()
     addresses = ["hf://datasets/me/answers", "hf://datasets/me/answers/more/a.jsonl"]
