@@ -400,8 +400,8 @@ def export(
                 show(file, as_json)
         except UploadError as error:
             unsent.append(error)
-    for error in unsent[1:]:
-        say(f"error: {error}")
+    for one in unsent[1:]:
+        say(f"error: {one}")
     if unsent:
         raise unsent[0]
 

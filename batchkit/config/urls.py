@@ -58,7 +58,8 @@ def failure(error: Exception, url: str) -> str:
     if isinstance(error, ImportError):
         package = getattr(error.__cause__ or error, "name", None)
         return f"{text}; {how_to_install('remote')}" if package in _IN_EXTRA else text
-    if isinstance(error, PermissionError) and is_remote(url):
+    is_refused = isinstance(error, PermissionError) or type(error).__name__ == "NoCredentialsError"
+    if is_refused and is_remote(url):
         return f"{text}; {CHECK_KEYS}"
     return text + _near_scheme(url)
 

@@ -85,6 +85,8 @@ def test_a_run_reads_its_rows_from_the_store_and_writes_its_exports_there(
 
 
 WRONG = {"AWS_SECRET_ACCESS_KEY": "wrong"}
+NO_KEYS = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "")
+NO_KEYS["AWS_EC2_METADATA_DISABLED"] = "true"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,11 @@ def test_an_input_that_can_t_be_read_has_advice(
 
 @pytest.mark.parametrize(
     ("bucket", "environment", "problem"),
-    [(BUCKET, WRONG, CHECK_KEYS), ("none", {}, "The specified bucket does not exist")],
+    [
+        (BUCKET, WRONG, CHECK_KEYS),
+        (BUCKET, NO_KEYS, CHECK_KEYS),
+        ("none", {}, "The specified bucket does not exist"),
+    ],
 )
 def test_an_upload_that_the_store_refuses_has_advice(
     store: ObjectStore, bucket: str, environment: dict[str, str], problem: str
