@@ -34,7 +34,7 @@ real-models: setup
 
 # What users run: these models on real vLLM.
 test-real: real-models llama-server
-	$(pytest) -n 2 -m real
+	$(pytest) -n 2 --timeout 1500 -m real
 
 check: setup
 	.venv/bin/ruff check .
