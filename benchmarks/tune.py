@@ -218,14 +218,13 @@ def tuned(device: Device, random: Random) -> Tuned:
     options = {**WALKED, "gpu_memory_utilization": [0.95]}
     del options["run.render_threads"]  # options.py has it
     with (
-        patch(f"{room}tune.trials_of", trials_of),
-        patch(f"{room}tune.speed_options", lambda job: options),
         patch(f"{room}tune.Known", Forgetful),
         patch(f"{room}tune.draw", lambda *given: None),
         patch(f"{room}options.visible_gpus", lambda: device.gpus),
     ):
         job = JobConfig(engine={"kind": "vllm", "model": "none"})  # type: ignore[arg-type]
-        return tune(job, minutes=600, rows=None, seconds=10)
+        given = {"options": options, "trials_of": trials_of}
+        return tune(job, minutes=600, rows=None, seconds=10, **given)  # type: ignore[arg-type]
 
 
 def searched(found: Tuned) -> list[Tried]:
