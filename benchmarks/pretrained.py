@@ -10,9 +10,10 @@
   such option.
 
 The other tools run at their own defaults (pretrained_sides.py), one after the other in each round, each in a separate
-process. batchkit's jobs set what the jobs in ``jobs/`` set: float32, ``enforce_eager``, and the memory of the KV cache. Two clocks: from the loaded model to the last answer, which gives the rate, and the whole command. All compute
-in float32 and greedily, but faster-whisper searches with five beams, and llama.cpp reads the 4-bit weights (Q4_1) from
-which the float32 weights were made.
+process. batchkit's jobs set what the jobs in ``jobs/`` set: float32, ``enforce_eager``, and the memory of the KV cache.
+Two clocks: from the loaded model to the last answer, which gives the rate, and the whole command. All compute in float32
+and greedily, but faster-whisper searches with five beams, and llama.cpp reads the 4-bit weights (Q4_1) from which the
+float32 weights were made.
 
 Needs ``make real-models``. sentence-transformers, faster-whisper and a release build of llama-server are made once, in
 ~/.cache/batchkit/benchmarks (LLAMA_SERVER names another llama-server). All rounds are kept in pretrained.json, unless

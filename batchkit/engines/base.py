@@ -39,17 +39,17 @@ class EngineLoad(NamedTuple):
     accepted_tokens: int = 0
     """Number of drafted tokens accepted since the last call of ``load``."""
 
-    def without_counts(self) -> EngineLoad:
-        """Return the load with the numbers since the last call of ``load`` set to 0."""
-        return self._replace(preempted=0, drafts=0, accepted_tokens=0)
-
     def with_counts_of(self, earlier: EngineLoad) -> EngineLoad:
-        """Return the load with the numbers of an earlier load added, if no caller has taken that load."""
+        """Return the load with the numbers of an earlier load added: preemptions, drafts and accepted tokens."""
         return self._replace(
             preempted=self.preempted + earlier.preempted,
             drafts=self.drafts + earlier.drafts,
             accepted_tokens=self.accepted_tokens + earlier.accepted_tokens,
         )
+
+    def without_counts(self) -> EngineLoad:
+        """Return the load with the same numbers set to 0."""
+        return self._replace(preempted=0, drafts=0, accepted_tokens=0)
 
 
 class Engine(Protocol):

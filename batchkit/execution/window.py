@@ -115,8 +115,8 @@ class Windowed(EngineLayer):
     def __init__(self, engine: Engine, hear: Hear, fixed: int | None) -> None:
         self._engine, self._hear = engine, hear
         self._window = Window(engine.max_num_seqs, fixed=fixed)
-        self._n_in_flight = self._preemptions = self._drafts = self._accepted_tokens = 0
-        self._seen = EngineLoad(0, 0, 0.0, 0)
+        self._n_in_flight = 0
+        self._seen = EngineLoad(0, 0, 0.0, 0)  # the newest load, with the counts since the start
 
     @property
     def room(self) -> int:
@@ -152,20 +152,18 @@ class Windowed(EngineLayer):
             seen.running,
             seen.waiting,
             seen.kv_cache_usage,
-            self._preemptions,
+            seen.preempted,
             seen.unfinished_tokens,
             trouble=seen.trouble,
-            drafts=self._drafts,
-            accepted_tokens=self._accepted_tokens,
+            drafts=seen.drafts,
+            accepted_tokens=seen.accepted_tokens,
         )
 
     def close(self) -> None:
         """Do nothing: the engine outlives its layers."""
 
     def _adapt(self) -> None:
-        self._seen = load = self._engine.load()
-        self._preemptions += load.preempted
-        self._drafts += load.drafts
-        self._accepted_tokens += load.accepted_tokens
+        load = self._engine.load()
+        self._seen = load.with_counts_of(self._seen)
         if change := self._window.adapt(load, self._n_in_flight, self._engine.max_num_seqs):
             self._hear(Message(change))

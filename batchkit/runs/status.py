@@ -39,8 +39,8 @@ class Status:
     - ``engine_events``: the newest twenty log lines about the engine in the last start.
     - ``accepted_tokens_per_step``: with speculative decoding, the mean number of drafted tokens that a forward pass of the
       last start accepted for one request; otherwise None.
-    - ``held_by``: the process that is working on the run; None if there is none.
-    - ``workers``: state of each worker at the last checkpoint of the last start, if there are several.
+    - ``held_by``: the process that works on the run, or None.
+    - ``workers``: the state of each worker when the last start wrote its last checkpoint; empty without several workers.
     """
 
     name: str

@@ -187,7 +187,7 @@ class _Foreign(io.RawIOBase):
         try:
             chunk = self._file.read(len(buffer))
         except Exception as error:  # errors of zlib, zstd, botocore, aiohttp …
-            raise OSError(" ".join(f"{type(error).__name__}: {error}".split())) from error
+            raise _one_line(error) from error
         size = getattr(self._file, "size", None)
         if not chunk and isinstance(size, int) and self.tell() < size:
             # A server may end the response early.
@@ -199,7 +199,7 @@ class _Foreign(io.RawIOBase):
         try:
             return int(self._file.seek(offset, whence))
         except Exception as error:
-            raise OSError(" ".join(f"{type(error).__name__}: {error}".split())) from error
+            raise _one_line(error) from error
 
     def tell(self) -> int:
         return int(self._file.tell())
@@ -230,6 +230,10 @@ def is_empty(path: str) -> InputError:
     return InputError(
         f"{path}: the file is empty; write at least one row into it, or remove the file"
     )
+
+
+def _one_line(error: Exception) -> OSError:
+    return OSError(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def is_missing(path: str) -> InputError:

@@ -84,7 +84,7 @@ def read_metrics(folder: Path) -> list[Metrics]:
 
 
 def newest_metrics(folder: Path) -> Metrics | None:
-    """Return the newest valid line of a run's ``metrics.jsonl``, None if there is none. Reads only the file's end.
+    """Return the newest valid line of a run's ``metrics.jsonl``, or None. Only the end of the file is read.
 
     Raises:
         StoreError: the file can't be read.
