@@ -34,6 +34,7 @@ from batchkit.runs.verify import Compared
 from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, input_changes
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
+from batchkit.storage.files import open_log
 from batchkit.storage.identity import (
     CHANGING,
     continued,
@@ -116,6 +117,11 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
                     " aside; wait until that run ends, then run the same command again"
                 )
         starts = StartLog(folder, lock)
+        if not is_run(folder):
+            # The manifest comes last: a reader that finds it finds the job and the log, too.
+            write_job(folder, job)
+            open_log(folder / RESULTS).close()
+            new.write(folder)
         manifest = _manifest_of(folder, new, starts)
         starts.learn(**_facts_of(as_read, starts.history))
         starts.begin(StartNote.now(start.options.command, start.options.overrides))
@@ -133,9 +139,6 @@ def _manifest_of(folder: Path, new: Manifest, starts: StartLog) -> Manifest:
     A run with records keeps its manifest; differences that are allowed (a touched file, a model's commit) are noted in
     ``starts``. A run without records gets the new manifest.
     """
-    if not is_run(folder):
-        new.write(folder)
-        return new
     manifest = read_manifest(folder)
     then = starts.history.added_to(manifest)
     if _has_records(folder):

@@ -140,6 +140,8 @@ def test_a_run_that_can_not_start_says_so(view: Viewed) -> None:
     prepare(3, engine={"kind": "openai-server", "base_url": "http://127.0.0.1:9/v1", "model": "m"})
     assert run().exit_code == 1
     assert view.get("runs/a")["state"] == "failed to start"
+    # Whoever finds the manifest, which makes the folder a run, finds its log, too.
+    assert LOG.stat().st_mtime_ns <= (RUN / "manifest.json").stat().st_mtime_ns
 
 
 def test_a_line_appears_once_and_when_it_is_whole_and_a_newer_one_takes_its_place(
