@@ -53,6 +53,20 @@ def load_engine(job: JobConfig, log: Path | None = None) -> Engine:
     return engine
 
 
+def for_share_of_gpu(job: JobConfig, engines: int) -> JobConfig:
+    """Return ``job`` with the options of one of ``engines`` engines that share a GPU. Raises JobError if engines of this
+    kind can't share one."""
+    found = getattr(ENGINES.load(job.engine.kind), "options_for_share", None)
+    if engines == 1:
+        return job
+    if found is None:
+        raise JobError(
+            f'workers.per_gpu: engine.kind = "{job.engine.kind}" can\'t share a GPU; remove workers.per_gpu'
+        )
+    options = found(job.engine.options, engines)
+    return job.model_copy(update={"engine": job.engine.model_copy(update={"options": options})})
+
+
 def max_num_seqs_of(kind: str) -> int | None:
     """Return the default number of rows that an engine of ``kind`` runs at the same time, or None if only the opened
     engine knows this number."""

@@ -3,11 +3,11 @@ read."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from batchkit.execution.events import EngineHistory, EngineMessage, Event, Found, Message, Note
+from batchkit.execution.places import Place
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.screen import Screen
 from batchkit.execution.start import Start
@@ -28,7 +28,8 @@ class EngineNotes:
         has_answers = ledger.totals.records > 0 or ledger.steps.spent.generations > 0
         is_bound = self._is_runs_own and has_answers
         self._found: Mapping[str, Any] = known if is_bound else {}
-        self._restarts = Counter[tuple[int, str]]()
+        # By turn, engine name and number.
+        self._histories = dict[tuple[int, str, int], EngineHistory]()
 
     def hear(self, event: Event) -> None:
         match event:
@@ -58,8 +59,7 @@ class EngineNotes:
         found = dict[str, EngineHistory]()
         for name in names:
             noted = self._run.starts.history.reductions.get(name, Reductions())
-            options = input_hash(self._job.with_engine(name).engine.options)
-            if noted.options and noted.made_from != options:
+            if noted.options and noted.made_from != self._made_from(name):
                 noted = Reductions()
                 known = self._run.starts.history.reductions
                 self._run.starts.learn(reductions={**known, name: noted})
@@ -71,8 +71,14 @@ class EngineNotes:
             found[name] = EngineHistory(0, noted.options, name)
         return found
 
-    def announce(self, names: Sequence[str], *, reused: Collection[str]) -> None:
-        """Log which engines are loaded for this start. ``reused``: engines that were already loaded."""
+    def announce(
+        self, names: Sequence[str], *, reused: Collection[str], places: Sequence[Place]
+    ) -> None:
+        """Log which engines are loaded for this start.
+
+        - ``reused``: names of engines that were already loaded.
+        - ``places``: the places of the engines on this machine.
+        """
         workers = self._job.workers.count
         for name in names:
             engine = self._job.with_engine(name).engine
@@ -80,6 +86,9 @@ class EngineNotes:
             loading = (
                 f"model {model} is loaded already" if name in reused else f"loading model {model}"
             )
+            own = [place for place in places if place.name == name]
+            if len(own) > 1:
+                loading += f" into {len(own)} engines, {own[0].on_gpu} on each GPU"
             text = f"{loading}, rendering the first rows meanwhile"
             if workers is not None:
                 text = (
@@ -99,13 +108,21 @@ class EngineNotes:
             starts.note(engine=named.pop(""))
         starts.note(engines={**starts.last.engines, **named})
 
+    def _made_from(self, name: str) -> str:
+        """Return a hash of the settings that reductions of the engine ``name`` belong to."""
+        options, per_gpu = self._job.with_engine(name).engine.options, self._job.workers.per_gpu
+        return input_hash(options if per_gpu is None else {**options, "workers.per_gpu": per_gpu})
+
     def _remember(self, history: EngineHistory) -> None:
-        """Note an engine's restarts and reduced settings, after the engine died."""
+        """Note an engine's restarts and reduced settings, after the engine died. Of equal engines that share a GPU, the
+        most reduced settings are noted."""
         starts, name = self._run.starts, history.engine
-        self._restarts[self._tasks.turns.number, history.engine] = history.restarts
-        starts.note(engine_restarts=self._restarts.total())
+        turn = self._tasks.turns.number
+        self._histories[turn, name, history.number] = history
+        starts.note(engine_restarts=sum(of.restarts for of in self._histories.values()))
+        equal = [of.reductions for key, of in self._histories.items() if key[:2] == (turn, name)]
         reduced = Reductions(
-            options=[dict(reduction) for reduction in history.reductions],
-            made_from=input_hash(self._job.with_engine(name).engine.options),
+            options=[dict(reduction) for reduction in max(equal, key=len)],
+            made_from=self._made_from(name),
         )
         starts.learn(reductions={**starts.history.reductions, name: reduced})

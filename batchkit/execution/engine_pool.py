@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from batchkit.config.tables import JobConfig
+from batchkit.engines import mps
 from batchkit.engines.base import Engine
 from batchkit.engines.faults import EngineDied
 from batchkit.engines.memory_ladder import Ladder
@@ -16,6 +17,7 @@ from batchkit.engines.process.launcher import Launcher, log_of
 from batchkit.engines.registry import open_engine
 from batchkit.errors import EngineError
 from batchkit.execution.events import EngineHistory, EngineMessage, Event, Found, Hear, Message
+from batchkit.execution.places import Place
 from batchkit.execution.start import Start
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.rendering.templates.prompt import constant_files
@@ -25,6 +27,7 @@ from batchkit.storage import identity
 class EngineSpec(NamedTuple):
     """A description of the engine that a run needs.
 
+    - ``name``: ``Place.id``.
     - ``options``, ``identity``: the options and file hashes with which the engine must be loaded.
     - ``environment``: variables that its process gets in addition to the run's own.
     """
@@ -123,35 +126,35 @@ class EnginePool:
 class RunEngines:
     """The engines of one run. They are opened from ``pool``, supervised, and given back.
 
+    - ``places``: the engines to open.
     - ``hear``: receives the engines' events.
-    - ``known``: histories of earlier starts, by engine.
+    - ``known``: histories of earlier starts, by engine name.
     - ``guard``: surrounds each model load.
-    - ``environments``: variables of each engine's process, in addition to the run's own.
     """
 
     def __init__(
         self,
         start: Start,
         pool: Pool,
+        places: Sequence[Place],
         hear: Hear,
         *,
         known: Mapping[str, EngineHistory] = MappingProxyType({}),
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
-        environments: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
-        self._start, self._pool, self.hear = start, pool, hear
-        self._known, self._guard, self._environments = known, guard, environments
+        self._start, self._pool, self.places, self.hear = start, pool, places, hear
+        self._known, self._guard = known, guard
         self._loaded: dict[str, LoadedEngine] = {}
 
-    def open(self, name: str) -> SupervisedEngine:
-        """Return the engine ``name``, loaded and supervised. It was checked which model a server serves.
+    def open(self, place: Place) -> SupervisedEngine:
+        """Return the engine of ``place``, loaded and supervised. It was checked which model a server serves.
 
         Raises:
             JobError, EngineError: the model can't be loaded, or a file of the run has changed.
         """
-        job, hear = self._start.job.with_engine(name), self.hear_of(name)
-        idle = self._pool.idle.get(name)
-        known = self._known.get(name, EngineHistory())
+        job, hear = place.job_of(self._start.job), self.hear_of(place)
+        idle = self._pool.idle.get(place.id)
+        known = self._known.get(place.name, EngineHistory())
         ladder = Ladder(known.reductions if idle is None else idle.reductions)
         if ladder.reductions:
             settings = ", ".join(f"{key} = {value}" for key, value in ladder.overrides.items())
@@ -163,9 +166,10 @@ class RunEngines:
         engine = SupervisedEngine(
             job,
             hear,
-            lambda reduced: self._load(reduced, job, name, ladder),
+            lambda reduced, hear: self._load(reduced, place, ladder, hear),
             ladder=ladder,
             quarantined=self._start.options.quarantined,
+            in_background=place.of > 1,
         )
         with ExitStack() as held:
             held.enter_context(closing(engine))
@@ -173,50 +177,52 @@ class RunEngines:
             held.pop_all()
         return engine
 
-    def give_back(self, name: str, engine: SupervisedEngine) -> None:
+    def give_back(self, place: Place, engine: SupervisedEngine) -> None:
         """Give the engine back to the pool. If no request is in flight, it may be kept for the next run."""
-        self._pool.put(self._loaded[name], is_idle=engine.is_idle)
+        self._pool.put(self._loaded[place.id], is_idle=engine.is_idle)
 
-    def hear_of(self, name: str) -> Hear:
-        """Return the receiver for events of the engine ``name``, which is added to the events."""
-        return _named(self.hear, name) if name else self.hear
+    def hear_of(self, place: Place) -> Hear:
+        """Return the receiver for events of the engine of ``place``, which is added to the events."""
+        return _named(self.hear, place) if place.label else self.hear
 
-    def _load(self, reduced: JobConfig, job: JobConfig, name: str, ladder: Ladder) -> Engine:
+    def _load(self, reduced: JobConfig, place: Place, ladder: Ladder, hear: Hear) -> Engine:
         """Load the engine of ``reduced``, or take an idle one that was loaded with the same options and files.
 
-        The supervisor calls this at the start and after each engine death. ``reduced`` is ``job`` with the reduced
-        options of ``ladder``.
+        The supervisor calls this at the start and after each engine death. ``reduced`` is the place's job with the
+        reduced options of ``ladder``.
         """
-        environment = self._environments.get(name, {})
-        spec = EngineSpec(name, reduced.engine.options, self._start.identity, environment)
+        environment = dict(place.environment)
+        if place.on_gpu > 1:
+            environment |= mps.environment(lambda text: hear(Message(text)))
+        spec = EngineSpec(place.id, reduced.engine.options, self._start.identity, environment)
 
         def load(launcher: Launcher) -> LoadedEngine:
             engine = open_engine(reduced, launcher)
-            return LoadedEngine(engine, spec, ladder.reductions, identity.hub_commits(job))
+            return LoadedEngine(engine, spec, ladder.reductions, identity.hub_commits(reduced))
 
         with self._guard(), ExitStack() as held:
             loaded = self._pool.get(spec, load)
             held.enter_context(closing(loaded.engine))
             check_unchanged(self._start)
             if loaded.commits:
-                self.hear_of(name)(Found({"engine.commits": loaded.commits}))
+                hear(Found({"engine.commits": loaded.commits}))
             held.pop_all()
-        self._loaded[name] = loaded
+        self._loaded[place.id] = loaded
         return loaded.engine
 
 
-def _named(hear: Hear, name: str) -> Hear:
-    """Return a function that adds the engine's name to an event and passes it to ``hear``."""
+def _named(hear: Hear, place: Place) -> Hear:
+    """Return a function that adds the engine's name and number to an event and passes it to ``hear``."""
 
     def hear_of_it(event: Event) -> None:
         match event:
             case Message(text) | EngineMessage(text):
-                event = event._replace(text=f"engine {name}: {text}")
+                event = event._replace(text=f"{place.label}: {text}")
             case EngineHistory():
-                event = event._replace(engine=name)
-            case Found(found):
+                event = event._replace(engine=place.name, number=place.number)
+            case Found(found) if place.name:
                 event = Found(
-                    {f"engines.{name}.{k.removeprefix('engine.')}": found[k] for k in found}
+                    {f"engines.{place.name}.{k.removeprefix('engine.')}": found[k] for k in found}
                 )
         hear(event)
 

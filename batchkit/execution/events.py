@@ -31,11 +31,13 @@ class EngineHistory(NamedTuple):
 
     - ``reductions``: the changed options after each out-of-memory error (``engines/memory_ladder.py``).
     - ``engine``: name in ``[engines]``; "" for ``[engine]``.
+    - ``number``: 1, 2, … among the engines with this name; 0 without ``workers.per_gpu``.
     """
 
     restarts: int = 0
     reductions: Sequence[Mapping[str, Any]] = ()
     engine: str = ""
+    number: int = 0
 
 
 class Found(NamedTuple):

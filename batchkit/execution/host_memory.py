@@ -1,9 +1,12 @@
-"""The limit ``run.max_host_gb`` for the memory of an engine's process."""
+"""The memory of an engine's process: the limit ``run.max_host_gb``, and kills because the machine has no more."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from batchkit.engines.faults import Fault
+
+KILLED = "SIGKILL"
 UNRELATED = 1000  # after this many answers, two events count as unrelated
 
 
@@ -17,7 +20,8 @@ class HostMemory:
     def __init__(self, limit_gb: float | None, say: Callable[[str], None]) -> None:
         self._limit_gb, self._say = limit_gb, say
         self._at_start_gb: float | None = None
-        self._n_answers = UNRELATED  # since the last restart because of memory
+        # Answers since the last restart because of memory, and since the last unexplained kill.
+        self._n_answers = self._since_kill = UNRELATED
 
     def begin(self) -> None:
         """Note that a new engine was opened."""
@@ -25,6 +29,19 @@ class HostMemory:
 
     def note_answers(self, n_answers: int) -> None:
         self._n_answers += n_answers
+        self._since_kill += n_answers
+
+    def judged(self, fault: Fault) -> Fault:
+        """Return ``fault``. The second unexplained kill in a row is returned as out of memory.
+
+        The reason is that a person seldom kills an engine twice, and that not every host reports kills by its kernel.
+        Two kills are in a row if there were no other death and fewer than ``UNRELATED`` answers in between.
+        """
+        comes_again = self._since_kill < UNRELATED
+        self._since_kill = 0 if fault.type == KILLED else UNRELATED
+        if not (fault.is_unexplained_kill and comes_again):
+            return fault
+        return Fault("oom", fault.type, "killed by another process again; treated as out of memory")
 
     def excess(self, gb: float) -> str:
         """Return why the engine must be restarted; "" if it need not be. ``gb``: GiB in use, 0 if unknown."""

@@ -11,6 +11,7 @@ from batchkit.errors import BatchkitError, EngineError, Interrupted
 from batchkit.execution.engine_layer import EngineLayer
 from batchkit.execution.engine_pool import RunEngines
 from batchkit.execution.events import EngineMessage, Load, Note
+from batchkit.execution.places import Place
 from batchkit.execution.requests import Requests
 from batchkit.execution.retry import Retry
 from batchkit.execution.start import Start
@@ -27,6 +28,7 @@ class Lane:
 
     The constructor loads the model.
 
+    - ``place``: the place of its engine.
     - ``name``: name in ``[engines]``; "" for ``[engine]``.
     - ``max_num_seqs``, ``versions``: as the engine reported them after loading.
 
@@ -34,19 +36,19 @@ class Lane:
         JobError, EngineError: the model can't be loaded.
     """
 
-    def __init__(self, start: Start, name: str, requests: Requests, engines: RunEngines) -> None:
-        self.name = name
-        self._requests, self._hear = requests, engines.hear_of(name)
+    def __init__(self, start: Start, place: Place, requests: Requests, engines: RunEngines) -> None:
+        self.name = place.name
+        self._requests, self._hear = requests, engines.hear_of(place)
         self._open: dict[Key, str] = {}  # row ids of the requests in the layers and the engine
         self._warned = False
-        engine = engines.open(name)
+        engine = engines.open(place)
         self.max_num_seqs = engine.max_num_seqs
         self.versions: Mapping[str, str] = engine.versions
         with ExitStack() as held:
-            held.callback(engines.give_back, name, engine)
+            held.callback(engines.give_back, place, engine)
             fixed = start.job.run.max_in_flight
             stack: EngineLayer = Windowed(engine, self._hear, None if fixed == "auto" else fixed)
-            self._added = start.job.with_engine(name).engine.layers
+            self._added = start.job.with_engine(place.name).engine.layers
             for layer, parameters in reversed(self._added.items()):
                 with self._named_faults():
                     stack = LAYERS.load(layer)(stack, **parameters)
@@ -54,15 +56,15 @@ class Lane:
             held.callback(self._stack.close)
             self._held = held.pop_all()
 
-    def fill(self) -> list[Completion]:
-        """Submit requests until the window is full. Wait for a request only if the engine has nothing to do.
+    def fill(self, timeout_s: float, most: int = AHEAD) -> list[Completion]:
+        """Submit requests until the window is full. Wait up to ``timeout_s`` for each request.
 
         Return rows that ended without the engine, for example rows that can't be rendered, and the outcomes of rows with
         several generations. One call handles at most
-        ``AHEAD`` requests, so that such rows are written soon even if there are many.
+        ``most`` requests, so that such rows are written soon even if there are many.
         """
         with self._named_faults():
-            return self._fill()
+            return self._fill(timeout_s, most)
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Return the completions of requests that are settled. Wait at most ``timeout_s`` for the first."""
@@ -74,15 +76,15 @@ class Lane:
             self._note_back(completion.request)
         return [self._released(completion) for completion in done]
 
-    def _fill(self) -> list[Completion]:
+    def _fill(self, timeout_s: float, most: int) -> list[Completion]:
         self._stack.resubmit()
         settled, room = list[Completion](), self._stack.room
-        for _ in range(AHEAD):
+        for _ in range(most):
             if room <= 0:
                 break
             if self._requests.will_raise and (settled or self._open):
                 break  # the input is broken: finish these rows before ``get`` raises the error
-            rendered = self._requests.get(self.name, 0 if self._open else POLL_S)
+            rendered = self._requests.get(self.name, 0 if self._open else timeout_s)
             if rendered is None:
                 break
             if isinstance(rendered, Request):
@@ -96,6 +98,11 @@ class Lane:
             else:
                 settled.append(self._released(completion))
         return settled
+
+    @property
+    def n_open(self) -> int:
+        """The number of requests that have not come back."""
+        return len(self._open)
 
     @property
     def is_done(self) -> bool:

@@ -12,6 +12,7 @@ from batchkit.execution.cluster.pool import RayPool
 from batchkit.execution.engine_notes import EngineNotes
 from batchkit.execution.engine_pool import EnginePool, EngineSpec, Pool, RunEngines
 from batchkit.execution.first_rows import hints
+from batchkit.execution.places import Place, places_of
 from batchkit.execution.requests import requests_of
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.rollouts.rollouts import PausedRow
@@ -183,39 +184,36 @@ class Loop:
             kept = None if tasks.turns.are_several else self._kept
             if kept is None:
                 kept = held.enter_context(closing(EnginePool(self._run.folder / LOG)))
-            self._notes.announce(engines, reused=self._reused(kept))
+            job = start.job
+            is_here = job.workers.count is None
+            places = places_of(job, engines, tasks.turns.environments) if is_here else []
+            self._notes.announce(engines, reused=self._reused(kept, places), places=places)
             known = self._notes.known(engines)
             # No request is in flight, so a signal stops immediately.
             guard = self._stop.request.immediate
             pool: WorkerPool
-            if start.job.workers.count is not None:
+            if not is_here:
                 with self._screen.waiting("waiting for a worker"):
                     pool = RayPool(start, tasks, engines, self._notes.hear, known, guard)
             else:
                 due = tasks.of_turn()
                 requests = requests_of(start, due, engines, may_wait=tasks.may_wait)
-                opened = RunEngines(
-                    start,
-                    kept,
-                    self._notes.hear,
-                    known=known,
-                    guard=guard,
-                    environments=tasks.turns.environments,
-                )
+                opened = RunEngines(start, kept, places, self._notes.hear, known=known, guard=guard)
                 held.enter_context(closing(requests))
                 with self._screen.waiting("loading the model"):
-                    pool = Worker(start, requests, engines, opened)
+                    pool = Worker(start, requests, opened)
             held.enter_context(closing(pool))
             self._loads_s.append(time.monotonic() - started)
             yield pool
 
-    def _reused(self, kept: Pool) -> set[str]:
-        """Return the engines in ``kept`` that were loaded with the options and files of this run."""
+    def _reused(self, kept: Pool, places: Sequence[Place]) -> set[str]:
+        """Return the names of engines in ``kept`` that were loaded with the options and files of this run."""
         job, files = self._start.job, self._start.identity
         return {
-            name
-            for name, loaded in kept.idle.items()
-            if loaded.meets(EngineSpec(name, job.with_engine(name).engine.options, files))
+            place.name
+            for place in places
+            if (loaded := kept.idle.get(place.id)) is not None
+            and loaded.meets(EngineSpec(place.id, place.job_of(job).engine.options, files))
         }
 
     def _is_cut_short(self, pool: WorkerPool) -> bool:

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from batchkit.config.tables import JobConfig
 from batchkit.config.tables.input import variants
+from batchkit.engines import mps
 from batchkit.engines.registry import open_preflight
 from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.engine_pool import Pool
 from batchkit.execution.engine_turns import grouping_of
 from batchkit.execution.loop import Loop
+from batchkit.execution.places import places_of
 from batchkit.execution.prometheus import exporting
 from batchkit.execution.resume import open_run
 from batchkit.execution.screen import Screen
@@ -45,6 +47,7 @@ def start_run(
         BatchkitError: the run could not begin. An error that stops it later is in the outcome.
     """
     check_secrets(job)
+    mps.stop_orphans()
     remove_orphans()
     source = from_job(job) if source is None else source
     if job.run.sample is not None:
@@ -71,7 +74,10 @@ def _check_before(start: Start, source: Input) -> None:
         raise JobError(f"--skip-from {other}: not a run folder{near_run(other)}")
     if start.references and source.files is not None:
         check_one_row_each(start.references, shared_ids(job, source))
-    groups, why, _ = grouping_of(job)
+    groups, why, environments = grouping_of(job)
+    if job.workers.count is None:
+        for group in groups:
+            places_of(job, group, environments)  # raises if workers.per_gpu can't be used
     if source.files is None and len(groups) > 1:
         raise JobError(
             f"rows from an iterator can be read only once, but {why}; pass a list of rows"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 from batchkit.config.tables import JobConfig
@@ -28,13 +29,13 @@ from batchkit.errors import (
     RowTimeoutError,
 )
 from batchkit.execution.events import EngineHistory, EngineMessage, Found, Hear, Note
-from batchkit.execution.host_memory import UNRELATED, HostMemory
+from batchkit.execution.host_memory import KILLED, HostMemory
+from batchkit.execution.restart_thread import RestartThread
 from batchkit.execution.row_search import RowSearch
 from batchkit.types import Completion, Key, Request
 
 LONGEST_PAUSE_S = 10  # between attempts to open an engine
 _DEATH = "it died"
-_KILLED = "SIGKILL"
 _UNKNOWN_LIMITS = {"max_num_seqs": 256}  # vLLM's default, if the engine died before it reported
 
 
@@ -42,8 +43,11 @@ class SupervisedEngine:
     """A wrapper that restarts a dead engine and finds the rows that kill it.
 
     - ``hear``: called with events, and with an EngineHistory before the next engine is opened.
+    - ``open_engine``: loads the engine; it passes events to the given function.
     - ``ladder``: options that an earlier start reduced.
     - ``quarantined``: indexes of rows that killed an engine in an earlier start; each runs alone, and only once.
+    - ``in_background``: restart the engine in a thread. ``poll`` returns nothing meanwhile, so that the caller can
+      serve other engines.
     - ``restarts`` (attribute): number of attempts to open an engine after the first.
 
     Raises:
@@ -55,10 +59,11 @@ class SupervisedEngine:
         self,
         job: JobConfig,
         hear: Hear,
-        open_engine: Callable[[JobConfig], Engine],
+        open_engine: Callable[[JobConfig, Hear], Engine],
         *,
         ladder: Ladder | None = None,
         quarantined: Iterable[int] = (),
+        in_background: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._job, self._hear, self._open_engine = job, hear, open_engine
@@ -70,11 +75,14 @@ class SupervisedEngine:
         self._held: deque[Request] = deque()
         self._deaths = 0
         self._restart_due = ""
-        self._since_kill = UNRELATED  # answers since the last unexplained kill
         self.restarts = 0
         self._served: Mapping[str, Any] = {}
+        self._thread: RestartThread | None = None  # the first load is in the caller's thread
         self._engine = self._open()
         self.ladder.save()
+        if in_background:
+            self._thread = RestartThread(hear)
+            self._hear = self._thread.hear
 
     @property
     def max_num_seqs(self) -> int:
@@ -97,8 +105,18 @@ class SupervisedEngine:
             self._hand_over(request)
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
+        try:
+            return self._poll(timeout_s)
+        finally:
+            if self._thread is not None:
+                self._thread.report()
+
+    def _poll(self, timeout_s: float) -> Sequence[Completion]:
         if not self._in_flight:
             self._submit_held()
+        if self._thread is not None and self._thread.is_working:
+            self._thread.wait(timeout_s)
+            return []
         try:
             done = self._engine.poll(timeout_s)
         except EngineDied as death:
@@ -125,6 +143,8 @@ class SupervisedEngine:
         return load._replace(waiting=load.waiting + len(self._held) + len(self._search))
 
     def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
         self._engine.close()
 
     @property
@@ -143,8 +163,8 @@ class SupervisedEngine:
     def _submit_held(self) -> None:
         """Restart the engine if this is due, then submit suspects or waiting requests. Call it while no request is in
         flight."""
-        if self._restart_due:
-            self._restart()
+        if self._restart_due and not self._is_restarted():
+            return
         if self._search and self._deaths > self._job.run.max_engine_restarts // 2:
             # A search that needs many deaths would otherwise be given up at ``run.max_engine_restarts``: an answer
             # resets their count.
@@ -161,7 +181,6 @@ class SupervisedEngine:
         self._search.note_answers(answered)
         self._deaths = 0
         self._host_memory.note_answers(len(answered))
-        self._since_kill += len(answered)
         if not self._search:
             self.ladder.save()
 
@@ -179,7 +198,7 @@ class SupervisedEngine:
 
         The next engine is opened later by ``poll``, because that may take minutes or fail.
         """
-        fault = self._judged(death.fault)
+        fault = self._host_memory.judged(death.fault)
         in_flight = self._search.without_probe(self._in_flight.values())
         self._in_flight.clear()
         self._restart_due = _DEATH
@@ -209,24 +228,12 @@ class SupervisedEngine:
             self._say(f"{row} killed the engine: the row has failed")
         return [Completion(poison, error=_row_error(fault))]
 
-    def _judged(self, fault: Fault) -> Fault:
-        """Return ``fault``. The second unexplained kill in a row is returned as out of memory.
-
-        The reason is that a person seldom kills an engine twice, and that not every host reports kills by its kernel.
-        Two kills are in a row if there were no other death and fewer than ``UNRELATED`` answers in between.
-        """
-        comes_again = self._since_kill < UNRELATED
-        self._since_kill = 0 if fault.type == _KILLED else UNRELATED
-        if not (fault.is_unexplained_kill and comes_again):
-            return fault
-        return Fault("oom", fault.type, "killed by another process again; treated as out of memory")
-
     def _poison(self, death: EngineDied, in_flight: list[Request]) -> Request | None:
         """Return the row that killed the engine: the one that the engine names, or the one that the search has
         isolated. Return None if it is not known yet."""
         if death.request not in in_flight:
             fault = death.fault
-            cause = _KILLED if fault.type == _KILLED else f"{fault.kind} {fault.type}"
+            cause = KILLED if fault.type == KILLED else f"{fault.kind} {fault.type}"
             return self._search.record_death(in_flight, cause)
         in_flight.remove(death.request)
         self._held.extendleft(reversed(in_flight))
@@ -251,16 +258,25 @@ class SupervisedEngine:
         if reduction is not None:
             self._say(f"out of memory ({fault}): next engine with {_shown(reduction)}")
 
+    def _is_restarted(self) -> bool:
+        """Restart the engine. With ``in_background``, begin to do so, and return False until it is loaded."""
+        if self._thread is None:
+            self._restart()
+        elif not self._thread.finish(self._restart):
+            return False
+        self._restart_due = ""
+        return True
+
     def _restart(self) -> None:
         if self._restart_due != _DEATH:
             self._say(f"engine restart: {self._restart_due}")
         self._engine.close()
-        while self._restart_due:
+        while True:
             self.restarts += 1
             self._remember()
             try:
                 self._engine = self._open()
-                self._restart_due = ""
+                return
             except (StartFailed, JobError) as error:
                 # The engine started before, so this may be temporary.
                 self._say(f"the next engine did not start: {' '.join(str(error).split())}")
@@ -276,7 +292,7 @@ class SupervisedEngine:
         while True:
             options = {**self._job.engine.options, **self.ladder.overrides}
             try:
-                engine = self._open_engine(
+                engine = self._loaded(
                     self._job.model_copy(
                         update={"engine": self._job.engine.model_copy(update={"options": options})}
                     )
@@ -284,7 +300,7 @@ class SupervisedEngine:
             except StartFailed as error:
                 if not self._job.run.max_engine_restarts:
                     raise
-                fault = self._judged(error.fault)
+                fault = self._host_memory.judged(error.fault)
                 # A single kill proves nothing; a second one counts as memory.
                 if fault.is_unexplained_kill:
                     self._say(f"engine died at load ({fault}): trying once more")
@@ -303,6 +319,16 @@ class SupervisedEngine:
             else:
                 self._host_memory.begin()
                 return engine
+
+    def _loaded(self, job: JobConfig) -> Engine:
+        if self._thread is None:
+            return self._open_engine(job, self._hear)
+        self._thread.check_open()
+        with ExitStack() as held:
+            engine = held.enter_context(closing(self._open_engine(job, self._hear)))
+            self._thread.check_open()  # the run may have ended during the load
+            held.pop_all()
+        return engine
 
     def _remember(self) -> None:
         self._hear(EngineHistory(self.restarts, self.ladder.reductions))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from batchkit.config.loading import learn_secrets
@@ -23,7 +23,10 @@ from batchkit.execution.start import Start
 from batchkit.storage.ledger import RecordLine
 from batchkit.types import Completion, Record
 
-_SHARED_POLL_S = POLL_S / 8  # with several engines, polling one delays the answers of the others
+_SHARED_POLL_S = (
+    POLL_S / 4
+)  # for all engines together, since polling one delays the answers of the others
+_AT_ONCE = 8  # requests that one of several equal engines gets before the next one
 
 Returned = SettledLine | PausedRow
 """Lines for the logs, and rows that need another engine to continue."""
@@ -43,24 +46,21 @@ class Worker:
     before the row's record. One thread calls ``fill`` and ``poll`` alternately until ``is_done``. The constructor loads
     the models.
 
-    - ``engines``: names of the engines to load.
-    - ``opened``: opens them.
+    - ``opened``: the engines to load.
 
     Raises:
         JobError, EngineError: the model can't be loaded.
     """
 
-    def __init__(
-        self, start: Start, requests: Requests, engines: Sequence[str], opened: RunEngines
-    ) -> None:
+    def __init__(self, start: Start, requests: Requests, opened: RunEngines) -> None:
         learn_secrets(start.job)  # a worker on Ray is another process, which must mask secrets, too
         self._start, self._requests = start, requests
         self._hear = opened.hear
         self._unwritten = deque[Completion]()
         self._lanes: list[Lane] = []
         with ExitStack() as held:
-            for name in engines:
-                lane = Lane(start, name, requests, opened)
+            for place in opened.places:
+                lane = Lane(start, place, requests, opened)
                 held.enter_context(closing(lane))
                 self._lanes.append(lane)
             self._held = held.pop_all()
@@ -73,17 +73,20 @@ class Worker:
         """Submit requests while there is room. Return rows that ended without an engine, and the outcomes of rows with
         several generations. ``taking``: False submits none."""
         settled = [] if taking else self._requests.take_ended()
-        for lane in self._lanes if taking else ():
+        for _, lanes in groupby(self._lanes if taking else (), lambda lane: lane.name):
             if self._requests.will_raise and (settled or self.load.in_flight):
                 break  # ``lane.fill`` may raise the input's error: first finish and write running requests
-            settled += lane.fill()
+            settled += self._fill([*lanes])
         return [*self._lines(settled), *self._requests.take_paused()]
 
     def poll(self) -> list[Returned]:
         """Return the lines of requests that the engines have finished since the last call."""
-        timeout_s = POLL_S if len(self._lanes) == 1 else _SHARED_POLL_S
-        settled = chain.from_iterable(lane.poll(timeout_s) for lane in self._lanes)
-        return [*self._lines(settled)]
+        if len(self._lanes) == 1:
+            return [*self._lines(self._lanes[0].poll(POLL_S))]
+        for timeout_s in (0.0, _SHARED_POLL_S / len(self._lanes)):
+            if settled := [*chain.from_iterable(lane.poll(timeout_s) for lane in self._lanes)]:
+                return [*self._lines(settled)]
+        return []
 
     def note_written(self, count: int | None = None) -> None:
         """Let rows continue, because their generations are in the ledger now.
@@ -105,6 +108,22 @@ class Worker:
     def close(self) -> None:
         """Drop requests in flight and release all resources."""
         self._held.close()
+
+    def _fill(self, lanes: Sequence[Lane]) -> list[Completion]:
+        """Submit requests to lanes of one engine name, a few at a time to the one with the fewest, so that few rows are
+        spread over all. Wait for a request only if no engine has anything to do."""
+        timeout_s = 0 if any(lane.n_open for lane in self._lanes) else POLL_S
+        if len(lanes) == 1:
+            return lanes[0].fill(timeout_s)
+        settled, open_lanes = list[Completion](), [*lanes]
+        while open_lanes:
+            lane = min(open_lanes, key=lambda lane: lane.n_open)
+            before = lane.n_open
+            settled += lane.fill(timeout_s, _AT_ONCE)
+            timeout_s = 0
+            if lane.n_open < before + _AT_ONCE:  # its window is full, or no request is ready
+                open_lanes.remove(lane)
+        return settled
 
     def _lines(self, settled: Iterable[Completion]) -> list[SettledLine]:
         return [self._line(completion) for completion in settled]

@@ -8,7 +8,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from itertools import count
@@ -184,14 +184,18 @@ class OwnFolder:
         os.close(self._lock)
 
 
-def remove_orphans() -> None:
-    """Remove the temporary folders of processes that have died."""
+def remove_orphans(kind: str = "*", before: Callable[[Path], None] = lambda folder: None) -> None:
+    """Remove the temporary folders of processes that have died.
+
+    ``kind``: as in ``OwnFolder``; by default all kinds. ``before``: called with each folder before it is removed.
+    """
     for home in {tempfile.gettempdir(), *HOMES}:
-        for owner in Path(home).glob(f"batchkit-*/{OWNER}"):
+        for owner in Path(home).glob(f"batchkit-{kind}-*/{OWNER}"):
             with suppress(OSError):  # the owner is alive, or is another user
                 lock = open_private(owner, os.O_RDWR)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    before(owner.parent)
                     shutil.rmtree(owner.parent, ignore_errors=True)
                 finally:
                     os.close(lock)

@@ -10,16 +10,19 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from copy import deepcopy
+from threading import Event, current_thread
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from batchkit.config.tables import JobConfig
 from batchkit.engines.faults import EngineDied, FaultKind, StartFailed
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import EngineError, JobError
 from batchkit.execution.bisection import PROOF
+from batchkit.execution.events import Hear
+from batchkit.types import Completion
 from tests.support.counted_engines import (
     AT_LOAD,
     DEATHS,
@@ -36,6 +39,20 @@ from tests.support.counted_engines import (
     known_kinds,
     requests,
 )
+from tests.support.waiting import until
+
+
+def check_every_request_comes_back(
+    world: World, size: int, window: int, *, in_background: bool = False
+) -> None:
+    options = {"max_num_seqs": size, "in_background": in_background}
+    with closing(world.supervise(**options, max_engine_restarts=1000)) as engine:
+        done = answer_all(engine, requests(0, 40), window=window)
+    failed = kinds_of(done)
+    assert failed.keys() >= known_kinds(world).keys()
+    healthy = failed.keys() - known_kinds(world).keys()
+    assert all(world.deaths_of[index] > PROOF for index in healthy)
+    assert len(world.opened) == len(world.closed_with)
 
 
 @given(WORLDS, DEATHS, SIZES, WINDOWS)
@@ -43,13 +60,64 @@ def test_every_request_comes_back_exactly_once_whenever_engines_die(
     world: World, deaths: dict[int, FaultKind], size: int, window: int
 ) -> None:
     world.dies_at = deaths
-    with closing(world.supervise(max_num_seqs=size, max_engine_restarts=1000)) as engine:
-        done = answer_all(engine, requests(0, 40), window=window)
-    failed = kinds_of(done)
-    assert failed.keys() >= known_kinds(world).keys()
-    healthy = failed.keys() - known_kinds(world).keys()
-    assert all(world.deaths_of[index] > PROOF for index in healthy)
-    assert len(world.opened) == len(world.closed_with)
+    check_every_request_comes_back(world, size, window)
+
+
+@settings(max_examples=20)
+@given(WORLDS, DEATHS, SIZES, WINDOWS)
+def test_so_it_does_if_the_engine_is_restarted_in_a_thread(
+    world: World, deaths: dict[int, FaultKind], size: int, window: int
+) -> None:
+    world.dies_at = deaths
+    check_every_request_comes_back(world, size, window, in_background=True)
+
+
+def test_an_engine_that_is_restarted_in_a_thread_lets_its_caller_work() -> None:
+    world, may_load, threads = World(dies_at={1: "engine_crash"}), Event(), list[str]()
+    open_one = world.open
+
+    def open_later(job: JobConfig, hear: Hear) -> CountingEngine:
+        threads.append(current_thread().name)
+        if len(threads) > 1:
+            assert may_load.wait(60)
+        return open_one(job, hear)
+
+    world.open = open_later  # type: ignore[method-assign]
+    with closing(world.supervise(in_background=True)) as engine:
+        for request in requests(0, 2):
+            engine.submit(request)
+        for _ in range(5):
+            assert engine.poll(0.01) == []
+        assert world.said == [
+            "engine died (engine_crash) with 2 rows in flight: RuntimeError: planted"
+        ]
+        assert (engine.is_idle, engine.load().waiting) == (False, 2)
+        may_load.set()
+        back = list[Completion]()
+        until(lambda: back.extend(engine.poll(0.01)) or len(back) == 2)
+    assert threads[0] == current_thread().name != threads[1]
+
+
+def test_an_engine_that_is_closed_during_a_restart_leaves_no_engine() -> None:
+    world, may_load, is_loaded = World(dies_at={1: "engine_crash"}), Event(), Event()
+    open_one = world.open
+
+    def open_later(job: JobConfig, hear: Hear) -> CountingEngine:
+        if world.opened:
+            assert may_load.wait(60)
+        try:
+            return open_one(job, hear)
+        finally:
+            is_loaded.set()
+
+    world.open = open_later  # type: ignore[method-assign]
+    with closing(world.supervise(in_background=True)) as engine:
+        engine.submit(requests(0, 1)[0])
+        assert engine.poll(0.01) == engine.poll(0.01) == []
+        is_loaded.clear()
+    may_load.set()
+    assert is_loaded.wait(60)
+    until(lambda: len(world.opened) == len(world.closed_with) == 2)
 
 
 def test_a_run_without_one_answer_ends_with_the_last_fault() -> None:
@@ -128,11 +196,11 @@ def test_an_engine_that_came_up_before_is_opened_again_until_it_does(error: Exce
     world = World(dies_at={1: "engine_crash"})
     open_one = world.open
 
-    def open_the_fourth_time(job: JobConfig) -> CountingEngine:
+    def open_the_fourth_time(job: JobConfig, hear: Hear) -> CountingEngine:
         if world.opened and len(world.failed_loads) < 2:
             world.failed_loads.append(0)
             raise error
-        return open_one(job)
+        return open_one(job, hear)
 
     world.open = open_the_fourth_time  # type: ignore[method-assign]
     with closing(world.supervise()) as engine:
@@ -254,11 +322,11 @@ def test_an_engine_that_is_killed_at_load_is_tried_once_more_as_it_was() -> None
     world = World()
     open_one = world.open
 
-    def killed_at_first(job: JobConfig) -> CountingEngine:
+    def killed_at_first(job: JobConfig, hear: Hear) -> CountingEngine:
         if not world.failed_loads:
             world.failed_loads.append(job.engine.options["max_num_seqs"])
             raise StartFailed("its process died", KILLED, {})
-        return open_one(job)
+        return open_one(job, hear)
 
     world.open = killed_at_first  # type: ignore[method-assign]
     with closing(world.supervise()) as engine:

@@ -16,7 +16,7 @@ from batchkit.engines.base import EngineLoad
 from batchkit.engines.faults import EngineDied, Fault, FaultKind, StartFailed, fault_of_exit
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import RequestError
-from batchkit.execution.events import EngineHistory, Event, Note
+from batchkit.execution.events import EngineHistory, Event, Hear, Note
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.types import Choice, Completion, Request, Row
 
@@ -78,7 +78,7 @@ class World:
         assert len(text.splitlines()) == 1
         self.said.append(text)
 
-    def open(self, job: JobConfig) -> CountingEngine:
+    def open(self, job: JobConfig, hear: Hear) -> CountingEngine:
         assert len(self.opened) == len(self.closed_with), "two engines would share one GPU"
         size = job.engine.options.get("max_num_seqs")
         if self.load_error is not None:
@@ -101,6 +101,7 @@ class World:
         ladder: Ladder | None = None,
         quarantined: Iterable[int] = (),
         remember: Callable[[EngineHistory], None] = lambda history: None,
+        in_background: bool = False,
         **run: Any,
     ) -> SupervisedEngine:
         options = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
@@ -120,6 +121,7 @@ class World:
             self.open,
             ladder=ladder,
             quarantined=quarantined,
+            in_background=in_background,
             sleep=lambda seconds: None,
         )
 

@@ -100,6 +100,9 @@ class WorkersTable(Table):
     """GPUs per worker; a fraction shares a GPU. The default is `tensor_parallel_size` × `pipeline_parallel_size`, or 0
     if the cluster has no GPUs. It also applies without `count`: if this number covers the GPUs of all `[engines]`,
     these engines are loaded at the same time (docs/engines.md)."""
+    per_gpu: Free[PositiveInt | None] = None
+    """Number of engines that share each visible GPU, without Ray (docs/scaling.md). The GPU's memory is divided equally
+    among them, and they compute at the same time if NVIDIA's MPS can be started. By default one engine runs."""
     cpus: Free[PositiveFloat | None] = None
     """CPU cores and OpenMP threads per worker. The default is 1 with a GPU, otherwise an equal share of all cores."""
 

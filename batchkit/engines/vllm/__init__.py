@@ -11,6 +11,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.vllm.engine import VllmEngine
 from batchkit.engines.vllm.options import QUIET, check_config, set_environment
 from batchkit.engines.vllm.options import changing_options as changing_options
+from batchkit.engines.vllm.options import options_for_share as options_for_share
 from batchkit.engines.vllm.options import speed_options as speed_options
 from batchkit.engines.vllm.pooling import PoolingRenderer, processors_without_model
 from batchkit.engines.vllm.renderer import VllmRenderer

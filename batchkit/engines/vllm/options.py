@@ -25,6 +25,7 @@ from batchkit.errors import JobError, RequestError
 _DEFAULTS = {"mm_processor_cache_gb": 0.25, "use_tqdm_on_load": False}
 # On a CPU vLLM would claim nine tenths of the host's memory, and refuse to start with less.
 _CPU_KV_CACHE_BYTES = 2 * 2**30
+_SHARE_OF_GPU = 0.9  # about vLLM's default of gpu_memory_utilization (0.92 in vLLM 0.32)
 _MEMORY_OPTIONS = ("kv_cache_memory_bytes", "gpu_memory_utilization")
 QUIET = "CRITICAL"
 _INTERNAL = ("task", "requires_token_ids", "late_interaction_params", "output_kind")
@@ -39,6 +40,13 @@ _NEEDED = {
     "token_classify": ("token_classify",),
     "score": ("embed", "classify", "token_embed"),
 }
+
+
+def options_for_share(options: Mapping[str, Any], engines: int) -> dict[str, Any]:
+    """Return ``options`` for one of ``engines`` engines on a GPU. ``gpu_memory_utilization`` is the share of all of them
+    together; each loads its own weights, and uses the rest of its part for its KV cache."""
+    of_all = options.get("gpu_memory_utilization", _SHARE_OF_GPU)
+    return {**options, "gpu_memory_utilization": round(of_all / engines, 3)}
 
 
 def check_config(job: JobConfig) -> Any:

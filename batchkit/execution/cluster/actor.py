@@ -28,6 +28,7 @@ from batchkit.execution.engine_pool import EnginePool, RunEngines
 from batchkit.execution.engine_turns import grouping_of
 from batchkit.execution.events import EngineHistory, Event, Load
 from batchkit.execution.lane import POLL_S
+from batchkit.execution.places import places_of
 from batchkit.execution.requests import requests_of
 from batchkit.execution.start import Start
 from batchkit.execution.worker import EngineFacts, Returned, Worker
@@ -136,11 +137,10 @@ class Actor:
                 held.callback(self._inbox.put, None)
                 log = _engine_log(self._start.job.folder, self._number)
                 engines = held.enter_context(closing(EnginePool(log)))
-                environments = grouping_of(self._start.job).environments
-                opened = RunEngines(
-                    self._start, engines, self._hear, known=known, environments=environments
-                )
-                worker = Worker(self._start, requests, self._engines, opened)
+                job = self._start.job
+                places = places_of(job, self._engines, grouping_of(job).environments)
+                opened = RunEngines(self._start, engines, places, self._hear, known=known)
+                worker = Worker(self._start, requests, opened)
                 held.enter_context(closing(worker))
                 self._answer(worker)
         except JobError as error:

@@ -143,7 +143,7 @@ class Life:
     """One process of a worker: from waiting for resources to its death."""
 
     actor: Any
-    histories: Mapping[str, EngineHistory]  # of its engines, by name
+    histories: Mapping[tuple[str, int], EngineHistory]  # of its engines, by name and number
     began_at: float = field(default_factory=time.monotonic)
     call: Any = None  # the pending call
     called_at: float = 0.0
@@ -157,6 +157,10 @@ class Life:
     @property
     def engine_restarts(self) -> int:
         return sum(history.restarts for history in self.histories.values())
+
+    def histories_of(self, name: str) -> list[EngineHistory]:
+        """Return the histories of the engines called ``name``: several with ``workers.per_gpu``."""
+        return [history for (its, _), history in self.histories.items() if its == name]
 
     @property
     def where(self) -> str:
@@ -194,7 +198,7 @@ class RayWorker:
         return tasks
 
     def begin(self, actor: Any, known: Mapping[str, EngineHistory]) -> None:
-        histories = {name: learned._replace(restarts=0) for name, learned in known.items()}
+        histories = {(name, 0): learned._replace(restarts=0) for name, learned in known.items()}
         self.lives.append(Life(actor, histories))
 
     @property

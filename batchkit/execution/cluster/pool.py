@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -244,12 +245,12 @@ class RayPool:
         name = history.engine
         none = EngineHistory(engine=name)
         before = self._known.get(name, none)
-        worker.life.histories = {**worker.life.histories, name: history}
-        lives = [life.histories.get(name, none) for one in self._workers for life in one.lives]
-        newest = [one.life.histories.get(name, none) for one in self._workers if one.lives]
+        worker.life.histories = {**worker.life.histories, (name, history.number): history}
+        lives = [life.histories_of(name) for one in self._workers for life in one.lives]
+        newest = [one.life.histories_of(name) for one in self._workers if one.lives]
         learned = EngineHistory(
-            sum(life.restarts for life in lives),
-            max((one.reductions for one in newest), key=len),
+            sum(one.restarts for one in chain.from_iterable(lives)),
+            max((one.reductions for one in chain([none], *newest)), key=len),
             name,
         )
         if learned != before:
