@@ -7,10 +7,12 @@ faults: oom, error, kill, hang.
 - ``over``: more running requests than this run out of memory
 - ``load_over``: so does loading with a larger ``max_num_seqs``
 - ``load_s``: each load takes this much longer; ``reload_s``: so does every one but the first
+- a file ``HOLD`` in ``folder``: no load ends while it is there
 - ``lora``: any request with an adapter in a folder of that name is killed
 - ``prompt_over``: so does a step with a prompt longer than this
 - ``random``: {seed, kinds, mean_s, until} fails once in each engine's life, ``mean_s`` after its
   first step on average, but not after that time of day (seconds since 1970)
+- ``shows``: each engine is a line of ``SHOWN`` with these environment variables
 - ``step_s``: each step takes this much longer; ``leak_mb``: and loses this much memory for good
 
 A request whose ``extra_args`` has ``poison`` (a kind) fails whenever it runs. Where there is a
@@ -31,6 +33,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 STRIKES = "strikes.jsonl"
 ENGINES = "engines.txt"
+SHOWN = "shown.jsonl"
+HOLD = "hold"
 
 
 class Chance(NamedTuple):
@@ -59,6 +63,11 @@ class FailingWorker(CPUWorker):
         if limit is not None and self.vllm_config.scheduler_config.max_num_seqs > limit:
             self._fail("oom", "load_over")
         time.sleep(self.faults.get("load_s", 0))
+        if "shows" in self.faults:
+            shown = {name: os.environ.get(name) for name in self.faults["shows"]}
+            _append(Path(self.faults["folder"]) / SHOWN, json.dumps(shown) + "\n")
+        while Path(self.faults.get("folder", "."), HOLD).exists():
+            time.sleep(0.05)
         if "reload_s" in self.faults:
             first = _append(Path(self.faults["folder"]) / ENGINES, f"{os.getpid()}\n") == 1
             time.sleep(0 if first else self.faults["reload_s"])

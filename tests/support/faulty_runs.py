@@ -7,8 +7,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from batchkit.storage.log import RESULTS
@@ -117,6 +118,7 @@ def running(
     settings: Sequence[str],
     *,
     job: str = JOB,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[str]:
     (folder / "job.toml").write_text(job.replace("MODEL", str(model)))
     (folder / "markers").mkdir(exist_ok=True)
@@ -132,6 +134,7 @@ def running(
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "BATCHKIT_TEST_FAULTS": json.dumps({"folder": str(folder / "markers"), **faults}),
+            **environment,
         },
     )
 
