@@ -14,7 +14,7 @@ from batchkit.engines.base import Engine
 from batchkit.engines.faults import EngineDied
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.engines.process.launcher import Launcher, log_of
-from batchkit.engines.registry import open_engine
+from batchkit.engines.registry import holds_model, open_engine
 from batchkit.errors import EngineError
 from batchkit.execution.events import EngineHistory, EngineMessage, Event, Found, Hear, Message
 from batchkit.execution.places import Place
@@ -61,6 +61,8 @@ class Pool(Protocol):
 
     @property
     def idle(self) -> Mapping[str, LoadedEngine]: ...
+
+    def launcher(self, wanted: EngineSpec) -> Launcher: ...
 
     def get(self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine]) -> LoadedEngine: ...
 
@@ -185,16 +187,29 @@ class RunEngines:
         """Return the receiver for events of the engine of ``place``, which is added to the events."""
         return _named(self.hear, place) if place.label else self.hear
 
+    def prepare(self) -> None:
+        """Start to import the libraries of several engines at the same time; the models are loaded one by one."""
+        for place in self.places:
+            job = place.job_of(self._start.job)
+            is_own = holds_model(job.engine.kind) and not job.engine.in_process
+            if place.of > 1 and is_own and place.id not in self._pool.idle:
+                spec = self._spec_of(job, place, self.hear_of(place))
+                self._pool.launcher(spec).prepare(job.engine.kind)
+
+    def _spec_of(self, job: JobConfig, place: Place, hear: Hear) -> EngineSpec:
+        """Return the spec of the engine of ``job`` in ``place``. Start MPS if engines share the GPU."""
+        environment = dict(place.environment)
+        if place.on_gpu > 1:
+            environment |= mps.environment(lambda text: hear(Message(text)))
+        return EngineSpec(place.id, job.engine.options, self._start.identity, environment)
+
     def _load(self, reduced: JobConfig, place: Place, ladder: Ladder, hear: Hear) -> Engine:
         """Load the engine of ``reduced``, or take an idle one that was loaded with the same options and files.
 
         The supervisor calls this at the start and after each engine death. ``reduced`` is the place's job with the
         reduced options of ``ladder``.
         """
-        environment = dict(place.environment)
-        if place.on_gpu > 1:
-            environment |= mps.environment(lambda text: hear(Message(text)))
-        spec = EngineSpec(place.id, reduced.engine.options, self._start.identity, environment)
+        spec = self._spec_of(reduced, place, hear)
 
         def load(launcher: Launcher) -> LoadedEngine:
             engine = open_engine(reduced, launcher)

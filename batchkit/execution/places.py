@@ -61,6 +61,13 @@ def places_of(
     return [place for name in names for place in _places(job, name, environments.get(name, {}))]
 
 
+def gpus_of(job: JobConfig) -> float:
+    """Return the number of GPUs that the run uses. With ``workers.per_gpu``, these are all visible GPUs."""
+    if job.workers.per_gpu is None or job.workers.count is not None:
+        return job.gpus
+    return visible_gpus()
+
+
 def _places(job: JobConfig, name: str, environment: Mapping[str, str]) -> list[Place]:
     per_gpu, its = job.workers.per_gpu, job.with_engine(name)
     if per_gpu is None or its.engine.kind == "dry-run":

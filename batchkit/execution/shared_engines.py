@@ -76,6 +76,11 @@ class SharedEngines:
         known = [*self._shared.items()]  # another run's thread may add one meanwhile
         return {name: loaded for name, (shared, loaded) in known if not shared.death}
 
+    def launcher(self, wanted: EngineSpec) -> Launcher:
+        """Return the launcher for the processes of the engine ``wanted``."""
+        environment = {**self._environment, **wanted.environment}
+        return self._kept.launcher(wanted._replace(environment=environment))
+
     def get(
         self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine], claim: EngineClaim
     ) -> LoadedEngine:
@@ -92,8 +97,7 @@ class SharedEngines:
                     shared.close()
                     shared = None
             if shared is None or loaded is None:
-                environment = {**self._environment, **wanted.environment}
-                loaded = load(self._kept.launcher(wanted._replace(environment=environment)))
+                loaded = load(self.launcher(wanted))
                 shared = SharedEngine(loaded.engine, self._on_death)
             self._shared[wanted.name] = shared, loaded
             return loaded._replace(engine=shared.seat(claim))
@@ -114,6 +118,9 @@ class Share:
     @property
     def idle(self) -> Mapping[str, LoadedEngine]:
         return self.engines.idle
+
+    def launcher(self, wanted: EngineSpec) -> Launcher:
+        return self.engines.launcher(wanted)
 
     def get(self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine]) -> LoadedEngine:
         return self.engines.get(wanted, load, self.claim)

@@ -19,6 +19,7 @@ from typing import Any
 
 from batchkit.config.numbers import number
 from batchkit.errors import Interrupted, TooManyFailuresError
+from batchkit.execution.places import gpus_of
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
@@ -120,6 +121,7 @@ class Stop:
         self._job, self._run, self._say = start.job, run, say
         self._gpu_seconds_before = sum(earlier.gpu_seconds for earlier in run.starts.history.starts)
         self._is_announced = False
+        self._gpus = gpus_of(self._job)
 
     def budget_line(self) -> str:
         """Return a line for the log that lists each budget and how much of it is left; "" without budgets."""
@@ -131,12 +133,12 @@ class Stop:
 
     def price(self, unfinished_tokens: int = 0) -> float | None:
         """Return the price of the run so far, over all starts; None if the job has no price."""
-        gpu_seconds = self._gpu_seconds_before + self._job.gpus * self._seconds
+        gpu_seconds = self._gpu_seconds_before + self._gpus * self._seconds
         return self._job.budget.price_of(self._tokens(unfinished_tokens), gpu_seconds)
 
     def note_gpus(self) -> None:
         """Note the GPU seconds of this start."""
-        self._run.starts.note(gpu_seconds=round(self._job.gpus * self._seconds, 3))
+        self._run.starts.note(gpu_seconds=round(self._gpus * self._seconds, 3))
 
     def check_budgets(self, unfinished_tokens: int = 0) -> bool:
         """Set ``by`` if a budget is used up. Return whether a budget or a signal forbids taking new rows.

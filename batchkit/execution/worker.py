@@ -59,6 +59,7 @@ class Worker:
         self._unwritten = deque[Completion]()
         self._lanes: list[Lane] = []
         with ExitStack() as held:
+            opened.prepare()
             for place in opened.places:
                 lane = Lane(start, place, requests, opened)
                 held.enter_context(closing(lane))

@@ -108,6 +108,8 @@ class Server:
     - ``environment``: returns the server's variables, given its ``folder``, which is deleted when the server ends.
     - ``output``: where its printed output goes.
     - ``start``: starts the process.
+    - ``waits``: False returns while the server still imports. The first ``fork`` then waits, and raises the errors of a
+      failed start.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class Server:
         environment: Callable[[str], Mapping[str, str]] = _bare,
         output: int | IO[bytes] = subprocess.DEVNULL,
         start: type[subprocess.Popen[bytes]] = subprocess.Popen,
+        waits: bool = True,
     ) -> None:
         """Raise Gone if the server dies while starting, and EngineError if it cannot be started."""
         self._task = task
@@ -142,12 +145,9 @@ class Server:
         except OSError as error:
             raise self._not_started(error.strerror) from error
         self._end = weakref.finalize(self, _end, self._process, self._control, own)
-        try:
-            self._await_start()
-        except BaseException:
-            self._process.kill()  # it may be importing and would not react; it has no forks yet
-            self.close()
-            raise
+        self._is_started = False
+        if waits:
+            self._finish_start()
 
     def close(self) -> None:
         """End the server and its forks. May be called twice."""
@@ -164,6 +164,7 @@ class Server:
             Gone: The server has ended.
             EngineError: The system has too many open files or processes.
         """
+        self._finish_start()
         try:
             ours, theirs = socket.socketpair()
             life, its_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -183,6 +184,17 @@ class Server:
             raise Gone(int(said) if said else None)
         child.pid = int(said.removeprefix(READY))
         return child
+
+    def _finish_start(self) -> None:
+        if self._is_started:
+            return
+        try:
+            self._await_start()
+        except BaseException:
+            self._process.kill()  # it may be importing and would not react; it has no forks yet
+            self.close()
+            raise
+        self._is_started = True
 
     def _await_start(self) -> None:
         self._control.settimeout(START_S)

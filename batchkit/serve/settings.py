@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from batchkit.config.tables import InputTable, JobConfig
+from batchkit.engines.memory import visible_gpus
 from batchkit.errors import JobError
 from batchkit.serve.clock import wall_s
 from batchkit.serve.keys import Key, KeyLimits
@@ -35,7 +36,9 @@ class ServedModel:
     @property
     def gpus(self) -> int:
         """The number of GPUs that the engine uses; 0 for a remote server."""
-        return 0 if self.job.engine.base_url is not None else self.job.engine_gpus
+        if self.job.engine.base_url is not None:
+            return 0
+        return self.job.engine_gpus if self.job.workers.per_gpu is None else visible_gpus()
 
 
 def by_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:

@@ -16,6 +16,7 @@ from batchkit.config.numbers import duration, number
 from batchkit.config.tables import JobConfig
 from batchkit.engines.memory import gpus
 from batchkit.errors import TooManyFailuresError
+from batchkit.execution.places import gpus_of
 from batchkit.runs.status import counts_of
 from batchkit.sources.input import from_job
 from batchkit.storage.manifest import read_manifest
@@ -125,7 +126,7 @@ def _figures(
     done = counts_of(folder).tokens if is_run(folder) else Usage(0, 0)
     left = lengths.left - len(sample.rows)
     running = min(sample.running, rows_in_kv_cache(folder, starts_before) or sample.running)
-    per_gpu_s = job.gpus * (budget.price_per_gpu_hour or 0.0) / _HOUR_S
+    per_gpu_s = gpus_of(job) * (budget.price_per_gpu_hour or 0.0) / _HOUR_S
     rest = Rest()
     if sample.waves:
         of_prompts, of_answers = budget.price_per_million_tokens or (0.0, 0.0)
@@ -135,7 +136,7 @@ def _figures(
     load_s = sample.load_s if left else 0.0
     earlier_s = sum(start.gpu_seconds for start in starts)
     so_far = budget.price_of(done, earlier_s)
-    gpu_hours = rest.seconds.plus(load_s).plus(earlier_s / _HOUR_S, job.gpus / _HOUR_S)
+    gpu_hours = rest.seconds.plus(load_s).plus(earlier_s / _HOUR_S, gpus_of(job) / _HOUR_S)
     # Workers on Ray may have GPUs that this machine lacks.
     has_gpus = (
         job.workers.count is not None or budget.price_per_gpu_hour is not None or bool(gpus())

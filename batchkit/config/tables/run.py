@@ -121,7 +121,8 @@ class BudgetTable(Table):
     as `max_completion_tokens`."""
     price_per_gpu_hour: Free[PositiveFloat | None] = None
     """Price of one GPU for one hour, including loading. The number of GPUs is `tensor_parallel_size` ×
-    `pipeline_parallel_size`, or `workers.gpus`, times `workers.count`."""
+    `pipeline_parallel_size`, or `workers.gpus`, times `workers.count`. With `workers.per_gpu`, it is the number of
+    visible GPUs."""
     price_per_million_tokens: Free[_InAndOut | None] = None
     """Price of a million prompt tokens and of a million completion tokens, for example `[0.15, 0.60]`."""
 

@@ -54,10 +54,14 @@ class Launcher:
     def launch(self, kind: str) -> Child:
         """Start a process that serves an engine of ``kind`` over its connection. Raises EngineError or StoreError like
         ``isolation``'s ``Server``."""
+        return self.prepare(kind).fork()
+
+    def prepare(self, kind: str) -> Server:
+        """Start the process that forks unless it runs. It imports the libraries of an engine of ``kind`` meanwhile."""
         if self._server is None or not self._server.is_alive or kind != self._kind:
             self.close()
             self._server, self._kind = self._begin(kind), kind
-        return self._server.fork()
+        return self._server
 
     def close(self) -> None:
         """End the process that forks, and its forks."""
@@ -75,6 +79,7 @@ class Launcher:
                 environment=lambda folder: {**os.environ, **self.environment, SCRATCH: folder},
                 output=log,
                 start=self.start,
+                waits=False,
             )
 
 
