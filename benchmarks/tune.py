@@ -39,6 +39,7 @@ SPACE: dict[str, list[Any]] = {
     "enforce_eager": [True, False],
     "gpu_memory_utilization": [0.92, 0.95],
     "run.render_threads": [2**n for n in range(1, 7)],
+    "workers.per_gpu": [1, 2, 4],
 }
 ACROSS = {2: [(1, 1), (1, 2), (2, 1)]}  # by number of GPUs: tensor parallel, workers
 DEFAULT = {
@@ -50,15 +51,18 @@ DEFAULT = {
     "enforce_eager": False,
     "gpu_memory_utilization": 0.92,
     "run.render_threads": 4,
+    "workers.per_gpu": 1,
 }
-WALKED = {name: DEFAULT[name] for name in DEFAULT if name != "gpu_memory_utilization"}
+_NOT_WALKED = ("gpu_memory_utilization", "run.render_threads", "workers.per_gpu")
+WALKED = {name: DEFAULT[name] for name in DEFAULT if name not in _NOT_WALKED}
 
 
 @dataclass(frozen=True)
 class Device:
     """A simulated device. Costs are in milliseconds. A step costs ``step``, ``seq`` for each
     sequence, ``token`` for each prompt token, and ``host`` for scheduling, which asynchronous
-    scheduling hides. ``kv``: number of sequences that fit into the KV cache; more are preempted. A
+    scheduling hides; ``core`` for what it does not hide. While one engine's core works, another one on
+    the GPU can compute. ``kv``: number of sequences that fit into the KV cache; more are preempted. A
     row has ``prompt`` and ``answer`` tokens; ``shared``: fraction of the prompt that rows share.
     ``crowd``: cost of each further sequence for all others, which makes a smaller batch faster.
     ``image``: time of a thread to render a row, on 16 cores. ``weights``: fraction of a GPU's
@@ -70,6 +74,7 @@ class Device:
     seq: float = 0.02
     token: float = 0.01
     host: float = 1.0
+    core: float = 0.0
     kv: int = 2048
     prompt: int = 300
     answer: int = 100
@@ -96,7 +101,8 @@ class Device:
         """Return the rows per second that a trial shows, and what the engine waits for
         meanwhile."""
         chosen = {**DEFAULT, "workers.count": 1, **options}
-        size, workers = chosen["max_num_seqs"], chosen["workers.count"]
+        size = chosen["max_num_seqs"]
+        workers = chosen["workers.count"] * _sharing(chosen)
         engines = workers * self.engine(chosen)
         rendered = (
             1e9 if not self.image else 1000 / self.image * min(16, chosen["run.render_threads"])
@@ -112,14 +118,14 @@ class Device:
         return self.seen(options)[0]
 
     def holds(self, chosen: Mapping[str, Any]) -> int:
-        """Return the number of sequences that fit into the KV cache."""
+        """Return the number of sequences that fit into the KV cache of an engine."""
         across = chosen.get("tensor_parallel_size", 1)
-        free = chosen["gpu_memory_utilization"] * across - self.weights
+        free = chosen["gpu_memory_utilization"] * across / _sharing(chosen) - self.weights
         return int(self.kv * free / (0.92 - self.weights))
 
     def engine(self, chosen: Mapping[str, Any]) -> float:
         size, budget = chosen["max_num_seqs"], chosen["max_num_batched_tokens"]
-        if budget < size:
+        if budget < size or self.holds(chosen) < 1:
             return 0.0
         across, kv = chosen.get("tensor_parallel_size", 1), self.holds(chosen)
         running = min(size, kv)
@@ -127,7 +133,7 @@ class Device:
         prompt = self.prompt * (1 - self.shared * chosen["enable_prefix_caching"])
         step = self.step * (1 + self.eager * chosen["enforce_eager"]) / across
         step += self.talk * (across > 1)
-        step += self.host * (0.1 if chosen["async_scheduling"] else 1.0)
+        host = self.core + self.host * (0.1 if chosen["async_scheduling"] else 1.0)
         step += 0.02 * self.step * chosen["enable_prefix_caching"]
         step += (self.seq * running + self.crowd * max(0, running - 128) ** 2 / 1000) / across
         # Each step takes up as many new rows as end in it, but no more prompt than the budget holds.
@@ -135,9 +141,15 @@ class Device:
         step += (
             self.token / across * new * prompt * (1.0 if chosen["enable_chunked_prefill"] else 1.25)
         )
+        step = max(step + host, _sharing(chosen) * step)
         if budget > 16384:  # a long step makes the others wait
             step *= 1 + 0.05 * math.log2(budget / 16384)
         return 1000 * new / step * (1 - lost)
+
+
+def _sharing(chosen: Mapping[str, Any]) -> int:
+    """Return the number of engines that share a GPU. Engines that each need several GPUs share none."""
+    return int(chosen["workers.per_gpu"]) if chosen.get("tensor_parallel_size", 1) == 1 else 1
 
 
 DEVICES = [
@@ -151,6 +163,8 @@ DEVICES = [
     Device("bound by images", step=4, seq=0.01, image=60, prompt=800, answer=40),
     Device("two GPUs", step=12, seq=0.02, kv=300, gpus=2),
     Device("two GPUs, large weights", step=40, seq=0.01, kv=24, weights=0.8, gpus=2),
+    Device("bound by the scheduler", step=0.5, seq=0.001, token=0.001, core=8, weights=0.1),
+    Device("bound by the device", step=30, seq=0.02, core=1),
     Device("its default is best", step=12, seq=0.004, kv=1024, shared=0.3),
 ]
 
@@ -186,6 +200,7 @@ class Simulated:
         run = {
             "workers.count": job.workers.count or 1,
             "run.render_threads": job.run.render_threads,
+            "workers.per_gpu": job.workers.per_gpu or 1,
         }
         rate, idle = self._device.seen({**job.engine.options, **run})
         if not rate:
@@ -216,11 +231,11 @@ def tuned(device: Device, random: Random) -> Tuned:
 
     room = "batchkit.commands.tuning."
     options = {**WALKED, "gpu_memory_utilization": [0.95]}
-    del options["run.render_threads"]  # options.py has it
     with (
         patch(f"{room}tune.Known", Forgetful),
         patch(f"{room}tune.draw", lambda *given: None),
         patch(f"{room}options.visible_gpus", lambda: device.gpus),
+        patch("batchkit.execution.places.visible_gpus", lambda: device.gpus),
     ):
         job = JobConfig(engine={"kind": "vllm", "model": "none"})  # type: ignore[arg-type]
         given = {"options": options, "trials_of": trials_of}
@@ -311,7 +326,7 @@ def main() -> None:
     report(
         "tune",
         [
-            Figure(f"tune: devices of {len(devices)} at 97 % of the optimum", near, "", 11),
+            Figure(f"tune: devices of {len(devices)} at 97 % of the optimum", near, "", 13),
             Figure("tune: least gain where 1.25 can be had", min(wide), "×", 1.2),
             Figure("tune: against random search", mean["tune"] / mean["random"], "×", 1.0),
             *against_optuna,

@@ -61,6 +61,13 @@ def places_of(
     return [place for name in names for place in _places(job, name, environments.get(name, {}))]
 
 
+def engines_of(job: JobConfig) -> int:
+    """Return how many engines of one name the run loads."""
+    if job.workers.per_gpu is None:
+        return job.workers.count or 1
+    return job.workers.per_gpu * (job.workers.count or visible_gpus())
+
+
 def gpus_of(job: JobConfig) -> float:
     """Return the number of GPUs that the run uses. With ``workers.per_gpu``, these are all visible GPUs."""
     if job.workers.per_gpu is None or job.workers.count is not None:

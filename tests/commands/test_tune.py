@@ -178,6 +178,26 @@ def test_options_of_the_run_are_tried_and_written() -> None:
     assert "[workers]\ncount = 2\n\n[run]\nmax_in_flight = 64" in patch(tuned.best)
 
 
+@pytest.mark.parametrize(
+    ("rates", "best"),
+    [({1: 100, 2: 150, 4: 190}, {"workers.per_gpu": 4}), ({1: 100, 2: 100}, {})],
+)
+def test_engines_share_a_gpu_only_if_that_is_faster(
+    rates: dict[int, float], best: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    job = load_job(Path("job.toml"), ["engine.kind=vllm", "engine.model=m", "engine.options={}"])
+
+    def trial(job: JobConfig, at_once: int, seconds: float) -> Trial:
+        engines = job.workers.per_gpu or 1
+        assert at_once == job.engine.options.get("max_num_seqs", 8) * engines
+        return ok(rates[engines])
+
+    tuned = searched(trial, job=job, options={"max_num_seqs": 8})
+    assert tuned.best == best
+    assert [trial.options for trial in tuned.trials][1] == {"workers.per_gpu": 2}
+
+
 @pytest.mark.release
 @pytest.mark.ray
 def test_a_trial_with_workers_is_one_on_ray(ray_head: RayHead) -> None:

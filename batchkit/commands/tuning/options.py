@@ -145,7 +145,8 @@ _ONLY_FOR: Mapping[str, str] = {
 }
 """Options that are tried only if they help against the bottleneck of the fastest options so far."""
 _OF_RUN = ("render_threads", "look_ahead")
-_GPUS = ("workers.count", "tensor_parallel_size")
+_MOST_PER_GPU = 4  # engines that share a GPU
+_GPUS = ("workers.count", "tensor_parallel_size", "workers.per_gpu")
 _FIRST_FOR: Mapping[str, str] = {
     "max_num_batched_tokens": "prefill",
     "enable_prefix_caching": "prefill",
@@ -160,6 +161,7 @@ class OptionChoice:
     """An option that ``tune`` tries.
 
     - ``walk``: the current value of a number, which the search multiplies and divides; None for other options.
+    - ``most``: the largest value. The search then only doubles the number.
     - ``others``: a list of settings to try instead. None in it resets an option to the job's value.
     - ``helps``: the bottleneck that the option addresses (``Bottleneck.resource``).
     - ``is_only``: True if the option is tried only at this bottleneck.
@@ -167,6 +169,7 @@ class OptionChoice:
 
     name: str
     walk: int | None = None
+    most: int | None = None
     others: list[dict[str, Any]] = field(default_factory=list)
     helps: str = ""
     is_only: bool = False
@@ -215,10 +218,13 @@ def _choice(name: str, value: Any) -> OptionChoice:
 
 
 def _of_gpus(job: JobConfig) -> Iterator[OptionChoice]:
-    """Yield ways to use several GPUs: one engine per GPU, or per group of 2, 4, … GPUs that share the model."""
+    """Yield ways to use the GPUs: several engines on each GPU, one engine on each, or one on a group of 2, 4, … GPUs that
+    share the model."""
     n_gpus = visible_gpus() if job.engine.kind == "vllm" else 0
     across = job.engine.options.get("tensor_parallel_size", 1)
     across *= job.engine.options.get("pipeline_parallel_size", 1)
+    if n_gpus and across == 1 and job.workers.per_gpu is None and not job.engine.in_process:
+        yield OptionChoice("workers.per_gpu", walk=1, most=_MOST_PER_GPU, helps="decode")
     if job.workers.count is None and n_gpus // across > 1:
         yield OptionChoice("workers.count", others=[{"workers.count": n_gpus // across}])
     if across > 1 or job.workers.count is not None:

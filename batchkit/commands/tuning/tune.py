@@ -36,13 +36,14 @@ from batchkit.config.tables import (
 )
 from batchkit.engines.registry import changing_options, speed_options
 from batchkit.errors import JobError
+from batchkit.execution.places import engines_of
 from batchkit.execution.start import StartOptions
 from batchkit.runs.compare import compare
 from batchkit.scoring.metrics import markdown
 
 _FACTORS, _FINE = (4.0, 2.0), 1.4
 _BUDGET = "max_num_batched_tokens"
-_MOST_TRIALS = 15  # before the comparison
+_MOST_TRIALS = 20  # before the comparison
 _LEAST_OF_FLIP = (
     0.015  # lower than LEAST_GAIN, because a setting that is not a number needs only one trial
 )
@@ -246,6 +247,8 @@ class _Search:
         while (choice := next_of(self._space, self._best.waits_for)) is not None:
             if choice.walk is not None and choice.is_only:
                 self._walk(choice.name, choice.walk, 2, self._trials.rows, choice.helps)
+            elif choice.walk is not None and choice.most is not None:
+                self._walk(choice.name, choice.walk, 2, choice.most)
             elif choice.walk is not None:
                 self._walks(choice.name, choice.walk, most if choice.name == SIZE else None)
             for options in choice.others:
@@ -338,7 +341,7 @@ class _Search:
     def _measured(self, options: Options, least: float = 0.0) -> Tried:
         self._say(f"{words(options)}: starting an engine")
         job = with_options(self._found.job, options)
-        at_once = options.get(SIZE, self._size) * (job.workers.count or 1)
+        at_once = options.get(SIZE, self._size) * engines_of(job)
         trial = self._trials.run(job, at_once, self._seconds, least)
         tried = _tried(job, options, at_once, trial)
         self._known.keep(tried)
@@ -399,7 +402,7 @@ def _tried(job: JobConfig, options: Options, at_once: int, trial: Trial) -> Trie
     rate, low, high = (float(f"{rate:.6g}") for rate in (found.rows_per_s, *found.interval))
     line = line_of(at_once, trial)
     limit = bottleneck_of([line], line, with_images=bool(job.prompt.images))
-    running = None if trial.idle is None else round(trial.idle.running / (job.workers.count or 1))
+    running = None if trial.idle is None else round(trial.idle.running / engines_of(job))
     seconds = round(trial.seconds, 3)
     return Tried(dict(options), status, seconds, rate, low, high, *limit, running, trial.is_short)
 
