@@ -391,6 +391,7 @@ def _history(
         "scored_from": scored_from(folder, job) if in_one_way else None,
         "judged": [*dict.fromkeys(name for part in parts for name in part.history.judged)],
         "found": {},  # the merged manifest has them
+        "checked": {},
         "input": None,
     }
     return newest.history.model_copy(update=update)

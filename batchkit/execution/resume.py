@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -26,9 +26,10 @@ from batchkit.errors import (
     LostVectorError,
     StoreError,
 )
+from batchkit.execution.parity import can_be_checked, unchecked
 from batchkit.execution.repair import repair_held
 from batchkit.execution.requeue import finish_requeue, requeue
-from batchkit.execution.start import Start, StartOptions
+from batchkit.execution.start import Start
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.runs.verify import Compared
 from batchkit.sources.formats import ROWS_ARE_FILES
@@ -67,6 +68,8 @@ class OpenRun(NamedTuple):
     - ``manifest``: the job and the input at the beginning of the run.
     - ``starts``: the notes of its starts.
     - ``messages``: lines for the log about opening the folder.
+    - ``unchecked``: changed options, by key of the identity. The run may continue with them only after
+      ``parity.check``, and ``accept`` notes them.
     """
 
     folder: Path
@@ -74,6 +77,13 @@ class OpenRun(NamedTuple):
     manifest: Manifest
     starts: StartLog
     messages: list[str]
+    unchecked: Mapping[str, Any]
+
+    def accept(self, job: JobConfig) -> None:
+        """Note that the run continues with the ``unchecked`` options of ``job``."""
+        self.starts.learn(checked={**self.starts.history.checked, **self.unchecked})
+        self.save()
+        write_job(self.folder, job)
 
     def save(self) -> None:
         """Append the new notes of ``starts`` to ``starts.jsonl``.
@@ -123,11 +133,13 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
             open_log(folder / RESULTS).close()
             new.write(folder)
         manifest = _manifest_of(folder, new, starts)
+        changed = unchecked(starts.history.added_to(manifest).identity, new.identity)
         starts.learn(**_facts_of(as_read, starts.history))
         starts.begin(StartNote.now(start.options.command, start.options.overrides))
-        write_job(folder, job)
+        if not changed:
+            write_job(folder, job)
         ledger = _open_ledger(folder, lock, messages)
-        run = OpenRun(folder, ledger, manifest, starts, messages)
+        run = OpenRun(folder, ledger, manifest, starts, messages, changed)
         run.save()
         with _closing(run):
             yield run
@@ -146,7 +158,7 @@ def _manifest_of(folder: Path, new: Manifest, starts: StartLog) -> Manifest:
         found = {key: names for key, names in known.items() if names != manifest.identity.get(key)}
         starts.learn(found=found, input=None if new.input == manifest.input else new.input)
         return manifest
-    starts.learn(found={}, input=None)
+    starts.learn(found={}, checked={}, input=None)
     # A job that was read from its job.toml has masked secrets; keep their fingerprints.
     renewed = manifest.renewed(new, known_of(new.identity, then.identity))
     if renewed != manifest:
@@ -247,7 +259,7 @@ def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[
         messages.append("finished an interrupted --on-change requeue first")
     if options.fresh or start.job.is_trial or source.files is None:
         return True
-    return _apply_on_change(folder, source, new, options, messages)
+    return _apply_on_change(start, source, new, messages)
 
 
 def _has_run(folder: Path) -> bool:
@@ -278,19 +290,14 @@ def _are_some_ok(lines: Iterable[LogLine[Record] | LogLine[Generation]]) -> bool
     return any(line.record is not None and line.record.status == "ok" for line in lines)
 
 
-def _apply_on_change(
-    folder: Path,
-    source: Input,
-    new: Manifest,
-    options: StartOptions,
-    messages: list[str],
-) -> bool:
+def _apply_on_change(start: Start, source: Input, new: Manifest, messages: list[str]) -> bool:
     """Compare job and input with the run's manifest, and apply ``on_change`` to changes. Return True to move the run
     aside.
 
     If the last start ended because the job was wrong, the user may have corrected a file that a row names. Such a
     change is not visible here, so ``on_change`` then applies even if no change is found.
     """
+    folder, options = start.job.folder, start.options
     history, on_change = read_history(folder), options.on_change
     manifest = history.added_to(read_manifest(folder))
     job_changes = differences(manifest.identity, new.identity)
@@ -312,6 +319,9 @@ def _apply_on_change(
             f"{folder}: has answers of a model, which a dry run would replace; give the dry run another"
             " name (--set name=…)"
         )
+    is_checkable = is_answered and changes == job_changes and can_be_checked(start, changes)
+    if on_change == "fail" and is_checkable:
+        return False  # ``parity.check`` decides, once the engine is loaded
     if on_change == "fail" and (is_answered or not was_wrong):
         listed = "\n".join(f"  {change}" for change in changes)
         raise ChangedError(
@@ -338,7 +348,8 @@ def _apply_on_change(
     identity = known(manifest.identity, new.identity)
     renewed = manifest.renewed(new, identity)
     # The rows that were skipped may have changed, too.
-    forgotten: dict[str, Any] = {"found": {}, "input": None, "skipped_elsewhere": 0}
+    forgotten: dict[str, Any] = {"found": {}, "checked": {}, "input": None}
+    forgotten["skipped_elsewhere"] = 0
     if (folder / SCORES).exists():  # stored scores use the old indexes: score all rows again
         forgotten["scoring"] = None
     history = history.model_copy(update=forgotten)

@@ -8,14 +8,16 @@ from dataclasses import replace
 from batchkit.config.tables import JobConfig
 from batchkit.config.tables.input import variants
 from batchkit.engines import mps
+from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import open_preflight
-from batchkit.errors import BatchkitError, JobError
-from batchkit.execution.engine_pool import Pool
+from batchkit.errors import BatchkitError, Interrupted, JobError
+from batchkit.execution import parity
+from batchkit.execution.engine_pool import EnginePool, Pool
 from batchkit.execution.engine_turns import grouping_of
 from batchkit.execution.loop import Loop
 from batchkit.execution.places import places_of
 from batchkit.execution.prometheus import exporting
-from batchkit.execution.resume import open_run
+from batchkit.execution.resume import OpenRun, open_run
 from batchkit.execution.screen import Screen
 from batchkit.execution.start import Start, StartOptions
 from batchkit.execution.stop import Stop, StopRequest
@@ -103,12 +105,41 @@ def _outcome_of(
     for text in filter(None, [source.left_out, *run.messages, _sample_of(rows, job)]):
         screen.say(text)
     tasks = Tasks(start, run, rows, screen.say)
+    if run.unchecked and tasks.some_are_left():
+        if kept is None:  # load the engine once, for the check and for the run
+            kept = held.enter_context(closing(EnginePool(run.folder / LOG)))
+        _check_answers(start, source, run, screen, signals, kept)
     stop = Stop(start, run, signals, screen.say)
     outcome = Loop(start, run, tasks, stop, screen, kept).run()
     if rows is source:
         return outcome
     # Tables of the answers list all rows, not only the sample.
     return outcome._replace(summary=replace(outcome.summary, source=source))
+
+
+def _check_answers(
+    start: Start, source: Input, run: OpenRun, screen: Screen, signals: StopRequest, kept: Pool
+) -> None:
+    """Check that answers are the same with the options in ``run.unchecked``, and note that the run continues with
+    them.
+
+    Raises:
+        ChangedError: an answer differs.
+        Interrupted: a signal ended the check.
+    """
+
+    def answer(job: JobConfig, rows: Input) -> None:
+        options = StartOptions(command="parity", quiet=True, fresh=True)
+        summary = start_run(job, rows, options, kept=kept, stop=signals).checked()
+        if summary.exit >= 128:
+            raise Interrupted(summary.exit - 128)
+
+    keys = sorted(run.unchecked)
+    screen.say(f"{', '.join(keys)} changed, so some rows are answered again and compared")
+    with screen.waiting("loading the model and answering rows again"):
+        n_rows = parity.check(start, source, keys, answer)
+    run.accept(start.job)
+    screen.say(f"{n_rows} rows have the same answers as before; the run continues")
 
 
 def _sample_of(source: Input, job: JobConfig) -> str:

@@ -293,7 +293,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for key in sorted({*then, *now}):
         old, new, sort = then.get(key), now.get(key), not home_of(key).startswith(_ORDERED)
         if _json(known_of(new, old, key), sort=sort) != _json(known_of(old, new, key), sort=sort):
-            lines.append(f"{key}: {_beside(old, new)}")
+            lines.append(f"{key}: {beside(old, new)}")
     return lines
 
 
@@ -452,7 +452,7 @@ def _json(value: Any, *, sort: bool = True) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort else None)
 
 
-def _beside(old: Any, new: Any) -> str:
+def beside(old: Any, new: Any) -> str:
     """Return ``old → new`` as JSON for a message. Long values are cut to the part where they differ."""
     texts = [orjson.dumps(value).decode() for value in (old, new)]
     if any(len(text) > _MOST_SHOWN for text in texts):

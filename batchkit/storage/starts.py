@@ -135,14 +135,16 @@ class History(_Part):
     hosts: dict[str, str] = {}  # hosts of the servers, by the key of their engine
     # Facts that belong to the run's identity, but are known only once an engine has loaded or a file has been read.
     found: dict[str, dict[str, Any]] = {}
+    # Values of the identity that replace the manifest's, because answers were found to be equal with both.
+    checked: dict[str, Any] = {}
     # Fingerprints of the input files that replace the manifest's; None if the manifest has the newest ones.
     input: list[FileFingerprint] | None = None
 
     def added_to(self, manifest: Manifest) -> Manifest:
-        """Return the run's ``manifest`` with ``found`` and ``input`` added."""
+        """Return the run's ``manifest`` with ``checked``, ``found`` and ``input`` added."""
         then, files = manifest.identity, manifest.input if self.input is None else self.input
         found = {key: {**then.get(key, {}), **names} for key, names in self.found.items()}
-        return manifest.model_copy(update={"identity": then | found, "input": files})
+        return manifest.model_copy(update={"identity": then | self.checked | found, "input": files})
 
     @property
     def last_start(self) -> StartNote | None:
