@@ -45,6 +45,16 @@ def free_memory_share() -> float:
     return 1.0
 
 
+def free_bytes() -> float:
+    """Return the free memory in bytes: the host's, or the container's if that is less; 0 if it is unknown."""
+    import psutil
+
+    with suppress(Exception):
+        of_groups = (most - used for used, most in _limits())
+        return float(min([psutil.virtual_memory().available, *of_groups]))
+    return 0.0
+
+
 def memory_limit() -> float:
     """Return the memory limit of the container in bytes, or infinity without a limit."""
     return min((most for _, most in _limits()), default=float("inf"))

@@ -214,10 +214,14 @@ FULL = Idle(0.0, 0.0, 0.6, 31.0, 14)
     ("idle", "are_tried"), [(FULL, True), (FULL._replace(kv_cache=0.0), False), (None, False)]
 )
 def test_only_what_helps_against_the_limit_is_tried(idle: Idle | None, are_tried: bool) -> None:
-    options = {"max_num_seqs": 64, "gpu_memory_utilization": [0.95], "block_size": [32]}
-    tuned = searched(lambda *_: ok(100, idle=idle), options=options)
+    of_cache = {"gpu_memory_utilization": [0.95], "block_size": [32], "kv_offloading_size": [8.0]}
+    modes = {"performance_mode": ["interactivity", "throughput"]}
+    tuned = searched(
+        lambda *_: ok(100, idle=idle), options={"max_num_seqs": 64, **of_cache, **modes}
+    )
     names = {name for trial in tuned.trials for name in trial.options}
-    assert ({"gpu_memory_utilization", "block_size"} <= names) == are_tried
+    assert (of_cache.keys() <= names) == are_tried
+    assert ("performance_mode" in names) != are_tried, "decode is the bottleneck"
     held = "31 of 64 requests ran at once, and 14% of them were preempted"
     assert (held in tuned.limit) == are_tried
 

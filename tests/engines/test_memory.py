@@ -13,6 +13,7 @@ from batchkit.engines.memory import (
     Gpu,
     MemoryWatch,
     family_bytes,
+    free_bytes,
     free_memory_share,
     gpu_bytes,
     gpu_loads,
@@ -105,6 +106,7 @@ def test_gpus_are_read_from_the_drivers_library_if_it_can_be_imported(
 
 def test_this_host_can_be_read() -> None:
     assert 0 < free_memory_share() <= 1
+    assert memory_limit() > free_bytes() > 0
     assert memory_limit() > family_bytes(os.getpid()) > 0
     kills = oom_kills()
     assert kills is None or kills >= 0
@@ -119,4 +121,5 @@ def test_a_sample_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("psutil.virtual_memory", fail)
     monkeypatch.setattr("psutil.Process", fail)
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=KeyError, nvmlInit=fail))
+    assert free_bytes() == 0
     assert (free_memory_share(), family_bytes(1), gpu_loads(), gpu_bytes()) == (1.0, 0, [], None)

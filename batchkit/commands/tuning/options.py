@@ -139,8 +139,10 @@ _ONLY_FOR: Mapping[str, str] = {
     "mm_processor_cache_gb": "preprocessing",
     "gpu_memory_utilization": "kv-cache",
     "kv_cache_memory_bytes": "kv-cache",
+    "kv_offloading_size": "kv-cache",
     "block_size": "kv-cache",
     "max_cudagraph_capture_size": "decode",
+    "performance_mode": "decode",
     "long_prefill_token_threshold": "prefill",
 }
 """Options that are tried only if they help against the bottleneck of the fastest options so far."""

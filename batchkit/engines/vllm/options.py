@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import OF_TOKENS, JobConfig
+from batchkit.engines.memory import free_bytes, visible_gpus
 from batchkit.engines.process.startup import explain
 from batchkit.engines.request_checks import chat_template, missing_model
 from batchkit.engines.vllm.adapters import adapters_of, check_adapters, lora_options
@@ -113,6 +114,7 @@ _SPEEDS = {
 }
 """Options that change speed but not answers, and the part of vLLM's config that has the value in use."""
 _MOST_OF_GPU = 0.95  # maximum share of the GPU's memory that tune tries
+_SHARE_OF_HOST = 0.5  # of the host's free memory: buffer for KV caches that tune tries
 _LONG_PROMPT = (
     0.04  # share of max_model_len; vLLM's own threshold if it limits the prefill of long prompts
 )
@@ -131,6 +133,10 @@ def speed_options(job: JobConfig) -> dict[str, Any]:
         if name in known and hasattr(getattr(config, part), name)
     }
     others = {name: values for name, values in _other_values(job, config) if name in known}
+    if "performance_mode" in known and not config.model_config.enforce_eager:
+        # "throughput" only doubles the two sizes, which ``tune`` multiplies itself.
+        modes = {*get_args(known["performance_mode"].type)} - {"throughput"}
+        others["performance_mode"] = sorted(modes - {config.performance_mode})
     return in_force | others
 
 
@@ -141,6 +147,10 @@ def _other_values(job: JobConfig, config: Any) -> Iterator[tuple[str, list[Any]]
         yield "kv_cache_memory_bytes", [2 * claimed]
     elif cache.gpu_memory_utilization < _MOST_OF_GPU:
         yield "gpu_memory_utilization", [_MOST_OF_GPU]
+    n_gpus, is_set = visible_gpus(), getattr(cache, "kv_offloading_size", None) is not None
+    if n_gpus and not is_set:
+        buffer_gib = _SHARE_OF_HOST * free_bytes() / n_gpus // 2**30
+        yield "kv_offloading_size", [buffer_gib] if buffer_gib else []
     graphs = getattr(config.compilation_config, "max_cudagraph_capture_size", None)
     if graphs and graphs < scheduler.max_num_seqs and not config.model_config.enforce_eager:
         yield "max_cudagraph_capture_size", [scheduler.max_num_seqs]
