@@ -155,6 +155,7 @@ _FIRST_FOR: Mapping[str, str] = {
     "enable_chunked_prefill": "prefill",
     "async_scheduling": "decode",
     "enforce_eager": "decode",
+    "speculative_config": "decode",
 }
 
 

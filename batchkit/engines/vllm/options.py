@@ -115,6 +115,8 @@ _SPEEDS = {
 """Options that change speed but not answers, and the part of vLLM's config that has the value in use."""
 _MOST_OF_GPU = 0.95  # maximum share of the GPU's memory that tune tries
 _SHARE_OF_HOST = 0.5  # of the host's free memory: buffer for KV caches that tune tries
+# Drafts copied from the prompt, which needs no other model; vLLM's documentation uses these numbers.
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}
 _LONG_PROMPT = (
     0.04  # share of max_model_len; vLLM's own threshold if it limits the prefill of long prompts
 )
@@ -175,6 +177,8 @@ def changing_options(job: JobConfig) -> dict[str, Any]:
         found["quantization"] = ["fp8"]
     if "fp8" not in cache.cache_dtype:
         found["kv_cache_dtype"] = ["fp8"]
+    if config.speculative_config is None:
+        found["speculative_config"] = [_NGRAM]
     return found
 
 
