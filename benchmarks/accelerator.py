@@ -12,17 +12,23 @@ reached the engine, in any batch; with ``by_prompt`` on its tokens alone. ``word
 with the median ``median_tokens``; only the worker knows it. The tokens are drawn when a request
 arrives, so a step costs the host next to nothing here.
 
-Each step is written to the file ``steps``, if it is given: when it began and ended, and its requests (``STEP``). Engines that are given the same file ``device``
-share one accelerator: a step begins when those before it, of any of them, have ended.
+Each step is written to the file ``steps``, if it is given: when it was submitted and ended, and its
+requests (``STEP``). ``{pid}`` in the name is the worker's process, so that each engine has a file.
+
+Engines that are given the same file ``device`` share one accelerator (shared_device.py). If the worker's
+process uses MPS (CUDA_MPS_PIPE_DIRECTORY is set), steps of different engines overlap, and each uses
+``share`` of the device, by default all of it. Otherwise a step begins when all steps before it, of any
+engine, have ended.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import struct
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -30,6 +36,7 @@ from zlib import crc32
 import numpy as np
 import torch
 from models import FIRST_WORD, WORDS
+from shared_device import DeviceFile
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -39,6 +46,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 COSTS = "SIMULATED_ACCELERATOR"
 STEP = struct.Struct("ddi")
+MPS = "CUDA_MPS_PIPE_DIRECTORY"
 SIGMA = 0.9  # of the lengths' logarithm: a twentieth is more than four times the median
 
 
@@ -48,11 +56,13 @@ class Answer(NamedTuple):
 
 
 class Later(AsyncModelRunnerOutput):
-    def __init__(self, output: ModelRunnerOutput, ready_at: float) -> None:
-        self.output, self.ready_at = output, ready_at
+    """The output of a step. ``wait`` returns when the step has ended."""
+
+    def __init__(self, output: ModelRunnerOutput, wait: Callable[[], None]) -> None:
+        self.output, self.wait = output, wait
 
     def get_output(self) -> ModelRunnerOutput:
-        time.sleep(max(0.0, self.ready_at - time.monotonic()))
+        self.wait()
         return self.output
 
 
@@ -62,7 +72,11 @@ class SimulatedWorker(CPUWorker):
         self.costs: dict[str, Any] = json.loads(os.environ[COSTS])
         self.stop_token: int = self.model_config.hf_text_config.eos_token_id
         self.answers: dict[str, Answer] = {}
-        self.timeline = Path(self.costs["steps"]).open("ab") if "steps" in self.costs else None  # noqa: SIM115
+        pid = str(os.getpid())
+        steps, device = self.costs.get("steps"), self.costs.get("device")
+        self.timeline = Path(steps.replace("{pid}", pid)).open("ab") if steps else None  # noqa: SIM115
+        self.shared = DeviceFile(Path(device)) if device else None
+        self.queue = pid if MPS in os.environ else ""
 
     def execute_model(self, scheduled: Any, *_: Any, **__: Any) -> Any:
         began = time.monotonic()
@@ -92,10 +106,8 @@ class SimulatedWorker(CPUWorker):
         return self._after(began, self._costs_s(scheduled), output)
 
     def _after(self, began: float, costs_s: float, output: ModelRunnerOutput) -> Any:
-        later = Later(output, self._ends_at(began, costs_s))
-        if self.timeline is not None:
-            self.timeline.write(STEP.pack(began, later.ready_at, len(output.req_ids)))
-            self.timeline.flush()
+        wait = partial(self._wait, began, self._submit(began, costs_s), len(output.req_ids))
+        later = Later(output, wait)
         if not (busy := self.costs.get("busy", 0.0)):
             return later
         began = time.thread_time()
@@ -112,16 +124,18 @@ class SimulatedWorker(CPUWorker):
         words = draw.integers(first, first + n_words, length).tolist()
         return Answer(len(new.prompt_token_ids), [[word] for word in [*words, self.stop_token]])
 
-    def _ends_at(self, began: float, costs_s: float) -> float:
-        if "device" not in self.costs:
-            return began + costs_s
-        with open(self.costs["device"], "r+b") as device:
-            fcntl.flock(device, fcntl.LOCK_EX)
-            (busy_until,) = struct.unpack("d", device.read(8))
-            ends_at: float = max(began, busy_until) + costs_s
-            device.seek(0)
-            device.write(struct.pack("d", ends_at))
-        return ends_at
+    def _submit(self, began: float, costs_s: float) -> Callable[[], float]:
+        """Submit a step. Return a function that waits for its end and returns it."""
+        if self.shared is None:
+            return partial(_sleep_until, began + costs_s)
+        share = self.costs.get("share", 1.0)
+        return partial(self.shared.wait, self.shared.submit(self.queue, costs_s, share))
+
+    def _wait(self, began: float, end: Callable[[], float], requests: int) -> None:
+        ended = end()
+        if self.timeline is not None:
+            self.timeline.write(STEP.pack(began, ended, requests))
+            self.timeline.flush()
 
     def _costs_s(self, scheduled: Any) -> float:
         images = sum(map(len, scheduled.scheduled_encoder_inputs.values()))
@@ -171,6 +185,11 @@ class SimulatedEmbedder(SimulatedWorker):
             pooler_output=pooled,
         )
         return self._after(began, self._costs_s(scheduled), output)
+
+
+def _sleep_until(end: float) -> float:
+    time.sleep(max(0.0, end - time.monotonic()))
+    return end
 
 
 def _checksum(new: Any, by_prompt: bool = False) -> int:
