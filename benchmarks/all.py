@@ -48,6 +48,7 @@ SCRIPTS = [
     "plan",
     "restarts",
     "workers",
+    "sharing",
     "llama_slots",
     "transformers_batch",
 ]
