@@ -1,6 +1,7 @@
 """batchkit on an NVIDIA GPU: against plain scripts, and when GPU memory runs out.
 
-    python benchmarks/gpu.py [--only text,tune,images,ledger,find-bs,ladder] [--models 0.5B,7B] [--tiny]
+    python benchmarks/gpu.py [--only text,tune,images,ledger,find-bs,ladder,sharing,speculation]
+                             [--models 0.5B,7B] [--tiny]
 
 On a machine with a GPU and no network: unpack vLLM for CUDA (0.26 to 0.32) and batchkit's own
 dependencies, set the environment variables that they need, then run ``python benchmarks/gpu.py`` in
@@ -17,11 +18,19 @@ each. ``--tiny`` runs the same on a CPU with the demo model's shape and few rows
 - **tune**: the same rows; `batchkit tune`, whose last rounds are the default against what it found.
 - **images**: as in images.py; then find-bs with one batch size, to find the bottleneck.
 - **ledger**: as in ledger.py, with the 0.5B shape instead of the dry-run engine.
+- **sharing**: the 0.5B shape and the rows of text, with one engine, and with two and four on the GPU
+  (``workers.per_gpu``), with and without NVIDIA's MPS. The ratio is one engine's rate divided by that of the
+  line: below 1, several engines are faster.
+- **speculation**: a model of the 0.5B shape that copies a text of its prompt (copying.py), without and with n-gram
+  speculation. Every guess is right, so this is the most that speculation can gain. The ratio is as in sharing.
 - **find-bs**, **ladder**: too many requests at once end in the device's own error: CUDA's out of
   memory, on a CPU an allocation that the kernel refuses (gpu_memory.py). On a GPU, ladder also
   claims more memory at load than is free, and another process takes GPU memory during a run.
 
-In text, images and ledger answers end by a stop token, at lengths that only vLLM's worker knows
+sharing and speculation have a fifth of the rows and run without torch.compile, so that they end within ten minutes
+together (an estimate: not yet measured on a GPU).
+
+In text, images, ledger and sharing answers end by a stop token, at lengths that only vLLM's worker knows
 (endings.py, which all sides get by the same engine options; it runs in both of vLLM's model runners,
 so VLLM_USE_V2_MODEL_RUNNER may stay unset). max_tokens is the same for all rows.
 
@@ -40,10 +49,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import bounded
+import copying
 import images
+import mps_program
 import shapes
 import text
 import tomlkit
@@ -71,6 +83,8 @@ class Way(NamedTuple):
     rows: int | None = None  # only the first ones; None: all
     in_process: bool = False  # vLLM's engine core in the script's process
     wanted: float | None = None  # minimum of batchkit's rate divided by this one's
+    overrides: Sequence[str] = ()  # KEY=VALUE of batchkit's job
+    variables: Mapping[str, str] = MappingProxyType({})  # of the environment
 
 
 def main() -> None:
@@ -106,11 +120,7 @@ def main() -> None:
     else:  # below vLLM's default of 0.92: an earlier process may still hold GPU memory
         options |= {"gpu_memory_utilization": 0.85, "enforce_eager": args.eager}
     if args.no_compile:
-        options["compilation_config"] = {
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 8, 32, 64, 128, 256, 384, 512, 768, 1024],
-        }
+        options["compilation_config"] = NO_COMPILE
     with tempfile.TemporaryDirectory() as name:
         machine = look(Path(name))
         sections: dict[str, Found] = {}
@@ -256,6 +266,55 @@ def ledger_section(place: Place, found: Found) -> None:
             raise SectionError(f"{mode}: {summary['ok']} rows of {place.rows} answered")
 
 
+def sharing_section(place: Place, found: Found) -> None:
+    rows = text.write(place.folder / "rows.jsonl", few_rows(place))
+    model = shapes.build_shape(place.folder / "model", place.half_b, text_only=True)
+    job = {
+        "prompt": {"user": "{{ q }}"},
+        **place.job(model, text.MAX_TOKENS, **quick_load(place)),
+    }
+    no_mps = mps_program.environment(place.folder, works=False)
+    # With --tiny, batchkit believes that the CPU has a GPU.
+    gpu = {"CUDA_VISIBLE_DEVICES": "0"} if place.tiny else {}
+    ways = [Way("one engine", "batchkit")]
+    for engines in (2,) if place.tiny else (2, 4):
+        shared = [f"workers.per_gpu={engines}"]
+        ways.append(Way(f"{engines} engines, MPS", "batchkit", overrides=shared, variables=gpu))
+        ways.append(
+            Way(f"{engines} engines, sliced", "batchkit", overrides=shared, variables=gpu | no_mps)
+        )
+    beside(place, "tiny" if place.tiny else "0.5B", rows, ways, job, found)
+    found["without_mps"] = [
+        log.parent.name
+        for log in sorted(place.folder.glob("output/*/run.log"))
+        if "MPS can't run" in log.read_text()
+    ]
+    print("runs without MPS:", ", ".join(found["without_mps"]) or "none")
+
+
+def speculation_section(place: Place, found: Found) -> None:
+    model = copying.build_copying_model(place.folder / "model", place.half_b)
+    rows = copying.write(place.folder / "rows.jsonl", few_rows(place), model)
+    options = {"load_format": "auto", "worker_cls": "auto", "additional_config": {}}
+    table = place.job(model, text.MAX_TOKENS, **quick_load(place), **options)
+    guesses = '{ method = "ngram", num_speculative_tokens = 4, prompt_lookup_max = 4 }'
+    ways = [
+        Way("no speculation", "batchkit"),
+        Way("n-gram", "batchkit", overrides=[f"engine.options.speculative_config={guesses}"]),
+    ]
+    job = {"prompt": {"user": "{{ q }}"}, **table}
+    beside(place, "tiny" if place.tiny else "0.5B", rows, ways, job, found)
+
+
+def few_rows(place: Place) -> int:
+    return place.rows if place.tiny else max(1, place.rows // 5)
+
+
+def quick_load(place: Place) -> dict[str, Any]:
+    """Return options with which an engine loads sooner."""
+    return {} if place.tiny else {"compilation_config": NO_COMPILE}
+
+
 SECTIONS: Mapping[str, Callable[[Place, Found], None]] = {
     "text": text_section,
     "tune": tune_section,
@@ -263,6 +322,13 @@ SECTIONS: Mapping[str, Callable[[Place, Found], None]] = {
     "ledger": ledger_section,
     "find-bs": find_bs_section,
     "ladder": ladder_section,
+    "sharing": sharing_section,
+    "speculation": speculation_section,
+}
+NO_COMPILE = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 8, 32, 64, 128, 256, 384, 512, 768, 1024],
 }
 TUNE_ENDS_S = bounded.INTERRUPTED_S + 10.0  # its last round may end later than its limit
 TEXT_SHAPES = {"tiny": shapes.TINY, "0.5B": shapes.QWEN2_HALF_B, "7B": shapes.QWEN25_7B}
@@ -341,10 +407,16 @@ def side(place: Place, shape: str, rows: Path, way: Way, job: Mapping[str, Any])
         "side": way.side,
         "job": table,
         "rows": str(rows),
-        "overrides": [],
+        "overrides": [*way.overrides],
         "hold_back": "images" in job["prompt"],  # as in images.py
     }
-    return answer(place, "sides", stdin=json.dumps(task), in_process=way.in_process)
+    return answer(
+        place,
+        "sides",
+        stdin=json.dumps(task),
+        in_process=way.in_process,
+        variables=way.variables,
+    )
 
 
 if __name__ == "__main__":

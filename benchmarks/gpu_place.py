@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import bounded
@@ -75,8 +76,9 @@ def answer(
     stdin: str = "",
     in_process: bool = False,
     hungry_bytes: int = 0,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Run the script; its last line of stdout, parsed as JSON.
+    """Run the script; its last line of stdout, parsed as JSON. ``variables``: added to its environment.
 
     Raises:
         SectionError: it failed, or the section's time limit was reached.
@@ -85,7 +87,7 @@ def answer(
         python(script, *args),
         cwd=place.folder,
         limit_s=place.left_s,
-        environment=environment(hungry_bytes, in_process=in_process),
+        environment=environment(hungry_bytes, in_process=in_process) | variables,
         stdin=stdin,
     )
     if done.code or not done.stdout:
