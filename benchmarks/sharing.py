@@ -6,9 +6,9 @@ Real vLLM, whose engines share one simulated accelerator (shared_device.py), thr
 Names are max_num_seqs x milliseconds a step:
 
 - **512x0.01**: the device computes next to nothing, so vLLM's Python is the bottleneck, as with a small
-  model on a fast GPU. Two engines need two cores.
+  model on a fast GPU. Two engines need two cores, and MPS makes no difference.
 - **16x200**: a small model. A step uses a quarter of the device, and hardly any of the host.
-- **64x15**: a large model. A step uses the whole device, so more engines can't be faster.
+- **16x100**: a large model. A step uses the whole device, so more engines only fill its gaps.
 
 The quarter is an assumption: for real models the share depends on the model, the batch and the GPU.
 There is no GPU here. ``CUDA_VISIBLE_DEVICES`` makes batchkit believe in one, and a program that stands in
@@ -47,6 +47,23 @@ FULL = 0.9  # of max_num_seqs
 LIMIT_S = 600  # of one run
 
 
+class Side(NamedTuple):
+    engines: int
+    mps: bool = False
+
+    @property
+    def name(self) -> str:
+        how = "" if self.engines == 1 else (", MPS" if self.mps else ", sliced")
+        return f"{self.engines}{how}"
+
+    def at_once(self, share: float) -> float:
+        """Return how many steps of ``share`` run at the same time at most, each at full speed."""
+        return min(self.engines, 1 / share) if self.mps else 1.0
+
+
+SIDES = (Side(1), Side(2), Side(2, mps=True), Side(4), Side(4, mps=True))
+
+
 class Setting(NamedTuple):
     """A model on the device. ``share``: the part of the device's throughput that a step uses.
     ``median_tokens``: of the answers. ``wanted``: targets, by name of the side and of the figure."""
@@ -57,6 +74,7 @@ class Setting(NamedTuple):
     rows: int
     median_tokens: int
     wanted: dict[tuple[str, str], float]
+    sides: Sequence[Side] = SIDES
 
     @property
     def name(self) -> str:
@@ -66,20 +84,6 @@ class Setting(NamedTuple):
     def targets(self) -> set[str]:
         """The names of the sides that have a target."""
         return {side for side, _ in self.wanted}
-
-
-class Side(NamedTuple):
-    engines: int
-    mps: bool = False
-
-    @property
-    def name(self) -> str:
-        how = "" if self.engines == 1 else (", MPS" if self.mps else ", sliced")
-        return f"{self.engines}{how}"
-
-    def at_once(self, setting: Setting) -> float:
-        """Return how many steps the device runs at the same time at most, each at full speed."""
-        return min(self.engines, 1 / setting.share) if self.mps else 1.0
 
 
 class Run(NamedTuple):
@@ -92,13 +96,13 @@ class Run(NamedTuple):
     whole_s: float
 
 
+HOST_BOUND = (Side(1), Side(2, mps=True), Side(4, mps=True))  # its device is idle, whatever the rule
 RATIO, REACHED = "ratio", "reached"
 SETTINGS = (
-    Setting(512, 0.01, 0.25, 6144, 30, {("2, MPS", RATIO): 1.2}),
+    Setting(512, 0.01, 0.25, 6144, 30, {("2, MPS", RATIO): 1.2}, HOST_BOUND),
     Setting(16, 200, 0.25, 192, 8, {("4, MPS", REACHED): 0.9}),
-    Setting(64, 15, 1.0, 1024, 30, {("4, MPS", REACHED): 0.9}),
+    Setting(16, 100, 1.0, 160, 8, {("4, MPS", REACHED): 0.9}),
 )
-SIDES = (Side(1), Side(2), Side(2, mps=True), Side(4), Side(4, mps=True))
 
 
 def main() -> None:
@@ -107,7 +111,7 @@ def main() -> None:
         "one round, half of the rows, only what has a target",
         {"only": ONLY},
         rounds=(3, 1),
-        share=(1.0, 0.5),
+        part=(1.0, 0.5),
     )
     settings = [each for each in SETTINGS if not args.only or each.name in args.only]
     figures: list[Figure] = []
@@ -118,10 +122,10 @@ def main() -> None:
         for setting in settings:
             runs: dict[Side, list[Run]] = {
                 side: []
-                for side in SIDES
+                for side in setting.sides
                 if not args.quick or side.engines == 1 or side.name in setting.targets
             }
-            write(folder / "rows.jsonl", round(args.share * setting.rows))
+            write(folder / "rows.jsonl", round(args.part * setting.rows))
             for number in range(args.rounds):
                 for side, its in runs.items():
                     its.append(run(setting, side, folder))
@@ -174,7 +178,7 @@ def run(setting: Setting, side: Side, folder: Path) -> Run:
     if len(timelines) != side.engines:
         raise SystemExit(f"{setting.name}, {side.name}: {len(timelines)} engines took part")
     rate, full_s = rate_of(timelines, FULL * setting.max_num_seqs)
-    allowed = setting.max_num_seqs / setting.step_ms * 1e3 * side.at_once(setting)
+    allowed = setting.max_num_seqs / setting.step_ms * 1e3 * side.at_once(setting.share)
     return Run(rate, rate / allowed, full_s, summary["seconds"])
 
 
@@ -249,12 +253,12 @@ def figures_of(setting: Setting, runs: dict[Side, list[Run]]) -> list[Figure]:
 
 
 def ratios_of(runs: dict[Side, list[Run]], side: Side) -> list[float]:
-    one = runs[SIDES[0]]
+    one = runs[Side(1)]
     return [its.rate / alone.rate for its, alone in zip(runs[side], one, strict=True)]
 
 
 def whole_ratios_of(runs: dict[Side, list[Run]], side: Side) -> list[float]:
-    one = runs[SIDES[0]]
+    one = runs[Side(1)]
     return [alone.whole_s / its.whole_s for its, alone in zip(runs[side], one, strict=True)]
 
 
