@@ -96,7 +96,8 @@ class Run(NamedTuple):
     whole_s: float
 
 
-HOST_BOUND = (Side(1), Side(2, mps=True), Side(4, mps=True))  # its device is idle, whatever the rule
+# The device is idle with and without MPS.
+HOST_BOUND = (Side(1), Side(2, mps=True), Side(4, mps=True))
 RATIO, REACHED = "ratio", "reached"
 SETTINGS = (
     Setting(512, 0.01, 0.25, 6144, 30, {("2, MPS", RATIO): 1.2}, HOST_BOUND),
