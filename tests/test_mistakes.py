@@ -276,6 +276,12 @@ KEYS = [
         ),
         never="loading",
     ),
+    Mistake(
+        "run job.toml --set engine.kind=vllm --set engine.model=m"
+        """ --set 'engine.options.speculative_config={"method": "ngram"}'""",
+        "engine.options.speculative_config: found JSON as text; write it as a TOML table",
+        is_slow=True,
+    ),
     *(
         Mistake(
             f"validate fn.toml --set rollout.function={place}:solve",

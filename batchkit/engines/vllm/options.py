@@ -69,6 +69,12 @@ def check_config(job: JobConfig) -> Any:
         for name in ("model", "disable_log_stats")
         if name in options
     ]
+    problems += [
+        f"engine.options.{name}: found JSON as text; write it as a TOML table, for example"
+        f' {name} = {{method = "ngram"}}, without quotes around it'
+        for name, value in options.items()
+        if isinstance(value, str) and value.lstrip().startswith("{") and name != "chat_template"
+    ]
     if (copies := options.get("data_parallel_size", 1)) != 1:
         problems.append(
             f"engine.options.data_parallel_size: batchkit runs copies of the model as workers:"
