@@ -7,7 +7,8 @@ loads; its rows are held back until then (all but the first, which it reads earl
 ledger with checkpoints and fsyncs, of which only the last is not counted; the scripts write plain
 lines and never fsync. No environment variable of vLLM's is set but those for its log, and
 OMP_NUM_THREADS is unset, as for most users: the scripts' vLLM has its engine core in a process of its
-own, and on a CPU its worker in another. Nobody is told how long an answer will be.
+own, and on a CPU its worker in another. ``as_on_gpu`` gives both sides the arrangement of a GPU. Nobody
+is told how long an answer will be.
 
 Host CPU is that of all processes of a side, from the loaded model on (sampled, so right to about
 0.2 s), by tokens answered (embed.py: tokens of the prompts) and, on the simulated accelerator, by its
@@ -52,6 +53,7 @@ class Setting(NamedTuple):
     """A setting: the rows, and the cost of a step in the simulated worker. ``costs`` is None for
     the real worker on the CPU.
 
+    ``as_on_gpu``: core and worker are in one process of their own, on both sides.
     ``job``: tables that override those of the job. ``wanted``: by name of another side, the minimum
     of its time divided by batchkit's; None for no target.
     """
@@ -61,6 +63,7 @@ class Setting(NamedTuple):
     costs: Mapping[str, float] | None
     wanted: Mapping[str, float | None]
     job: Mapping[str, Any] = {}
+    as_on_gpu: bool = False
 
 
 class Line(NamedTuple):
@@ -160,6 +163,9 @@ def _run(
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if setting.as_on_gpu:
+        # vLLM gives a CPU worker a process of its own only for "1" itself.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "01"
     job = {**job, **setting.job}
     if setting.costs is not None:
         steps = setting.rows.parent / f"{name}.steps"

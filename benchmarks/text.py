@@ -2,8 +2,9 @@
 
     python benchmarks/text.py [--rounds 3] [--only NAME] [--quick]
 
-Real vLLM with a simulated accelerator (accelerator.py) of four shapes: how many requests run at once
-(max_num_seqs), and how long a step takes. And once computed on the CPU (a model of 23 million
+Real vLLM with a simulated accelerator (accelerator.py) of five shapes: how many requests run at once
+(max_num_seqs), and how long a step takes. On both sides vLLM's core and worker are in one process of
+their own, as on a GPU; "here" is where a CPU user has them. And once computed on the CPU (a model of 23 million
 parameters, models.py). Against one ``LLM.generate`` of all rows and, where 64 requests run at once,
 one for each 64.
 
@@ -43,7 +44,13 @@ class Shape(NamedTuple):
     rows: int
 
 
-SHAPES = (Shape(256, 4, 2000), Shape(256, 12, 2000), Shape(1024, 15, 5000), Shape(64, 15, 600))
+SHAPES = (
+    Shape(256, 4, 2000),
+    Shape(256, 12, 2000),
+    Shape(1024, 15, 5000),
+    Shape(64, 15, 600),
+    Shape(512, 0.01, 4000),  # bound by the host
+)
 BUSY = 0.2  # of a core, where the accelerator answers synchronously
 STEP = {"step_ms": 15, "token_us": 0, "image_ms": 0, "median_tokens": MEDIAN_TOKENS}
 
@@ -75,10 +82,15 @@ def settings(folder: Path, share: float) -> Iterator[Setting]:
         options = {**OPTIONS, "max_num_seqs": seqs}
         engine = {"engine": {"model": str(folder / "model"), "options": options}}
         wanted = {GENERATE_ALL: 1.0} | ({BATCHES_OF_64: 3.0} if seqs == 64 else {})
-        yield Setting(f"{seqs}x{step_ms}", rows, costs, wanted, engine)
-        yield Setting(
-            f"{seqs}x{step_ms} sync", rows, {**costs, "busy": BUSY}, {GENERATE_ALL: 1.0}, engine
-        )
+        if step_ms < 1:
+            costs["token_us"] = 0
+        name = f"{seqs}x{step_ms}"
+        yield Setting(name, rows, costs, wanted, engine, as_on_gpu=True)
+        if step_ms >= 1:
+            busy = {**costs, "busy": BUSY}
+            yield Setting(f"{name} sync", rows, busy, {GENERATE_ALL: 1.0}, engine, as_on_gpu=True)
+        if (seqs, step_ms) == (256, 4):
+            yield Setting(f"{name} here", rows, costs, {GENERATE_ALL: 1.0}, engine)
     medium = build_text_model(folder / "medium", MEDIUM)
     engine = {"engine": {"model": str(medium), "options": {**OPTIONS, "max_num_seqs": 64}}}
     rows = write(folder / "cpu.jsonl", round(share * 300))
