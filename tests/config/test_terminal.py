@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pty
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from batchkit.config.terminal import plain
 from tests.support.chat_server import ChatServer, Refused, error, serving
 from tests.support.dry_runs import write_job
+from tests.support.forks import LightFork
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 
@@ -32,9 +33,9 @@ ACTS += ["\u202e", "\u2066"]
 def on_a_terminal(*args: str) -> str:
     """All that the command prints on a pseudo-terminal; each newline there is a carriage return too."""
     master, terminal = pty.openpty()
-    process = subprocess.Popen(
+    process = LightFork(
         [sys.executable, "-m", "batchkit", *args],
-        stdin=subprocess.DEVNULL,
+        stdin=DEVNULL,
         stdout=terminal,
         stderr=terminal,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"},
