@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 from pathlib import Path
 
 import fsspec
@@ -80,9 +79,7 @@ def test_uploads_that_fail_leave_the_run_complete_and_the_other_exports_written(
     write_job(name="c", output={"export": ["a.csv", addresses[0], "b.csv", addresses[1], "jsonl"]})
     with hub() as server:
         environment = {"HF_ENDPOINT": server.url, "HF_TOKEN": "wrong", "HF_HOME": "hf"}
-        ended = in_a_process(
-            "run", "job.toml", cwd=Path.cwd(), start=subprocess.Popen, **environment
-        )
+        ended = in_a_process("run", "job.toml", cwd=Path.cwd(), **environment)
     assert ended.returncode == 0, ended.stderr
     said = [line for line in ended.stderr.splitlines() if "not written" in line]
     for line, address in zip(said, addresses, strict=True):
@@ -97,7 +94,7 @@ def test_an_upload_that_fails_stops_no_other_file_of_the_command() -> None:
     with hub() as server:
         environment = {"HF_ENDPOINT": server.url, "HF_TOKEN": "wrong", "HF_HOME": "hf"}
         args = ("export", RUN, addresses[0], "a.csv", addresses[1])
-        ended = in_a_process(*args, cwd=Path.cwd(), start=subprocess.Popen, **environment)
+        ended = in_a_process(*args, cwd=Path.cwd(), **environment)
     assert ended.returncode == 1
     for address in addresses:
         assert f"error: {address}: not written: Client error '401" in ended.stderr
@@ -111,7 +108,7 @@ def test_a_dataset_on_the_hub_gets_the_files() -> None:
         environment = {"HF_ENDPOINT": server.url, "HF_TOKEN": server.token, "HF_HOME": "hf"}
         environment["HF_HUB_DISABLE_XET"] = "1"
         args = ("export", RUN, *addresses)
-        ended = in_a_process(*args, cwd=Path.cwd(), start=subprocess.Popen, **environment)
+        ended = in_a_process(*args, cwd=Path.cwd(), **environment)
     assert ended.returncode == 0, ended.stderr
     assert {one["name"]: (one["type"], one["visibility"]) for one in server.created} == {
         "answers": ("dataset", "private")

@@ -8,7 +8,6 @@ import re
 import shutil
 import time
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -154,7 +153,7 @@ def test_an_extractor_that_breaks_costs_its_score_and_no_answer(tmp_path: Path) 
     (tmp_path / "other-1.0.dist-info/entry_points.txt").write_text(points)
     made = table(tmp_path, counted(3), scoring={**NUMBER, "extract": "last"})
     (tmp_path / "job.toml").write_text(tomlkit.dumps(made), encoding="utf-8")
-    done = batchkit("run", "job.toml", cwd=tmp_path, start=Popen)
+    done = batchkit("run", "job.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "output/scored"
     assert scored(folder)["q1"] == (None, {"em": None})

@@ -140,7 +140,7 @@ def package(in_an_empty_folder: None) -> None:
 
 def begin(*args: str) -> Popen[str]:
     path = os.pathsep.join([str(ROOT), str(Path("site").resolve())])
-    return own_process.begin(*args, cwd=Path(), start=Popen, PYTHONPATH=path)
+    return own_process.begin(*args, cwd=Path(), PYTHONPATH=path)
 
 
 def run(*args: str) -> CompletedProcess[str]:

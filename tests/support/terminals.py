@@ -11,6 +11,7 @@ import sys
 import termios
 from pathlib import Path
 
+from tests.support.forks import LightFork
 from tests.support.paths import ROOT
 
 
@@ -21,7 +22,7 @@ def on_a_terminal(
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     known = {name: value for name, value in os.environ.items() if name != "TMUX"}
-    process = subprocess.Popen(
+    process = LightFork(
         [sys.executable, "-m", "batchkit", *map(str, args)],
         stdout=subprocess.DEVNULL if stderr_only else theirs,
         stderr=theirs if stderr_only else subprocess.DEVNULL,
