@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 from filelock import FileLock
+
+from tests.support.forks import Fork
 
 PLACE = "<|audio_bos|><|AUDIO|><|audio_eos|>"
 OMNI_PLACE = "<|audio_start|><|audio_pad|><|audio_end|>"
@@ -27,7 +29,9 @@ def sound_model(kind: str, demo_model: Path) -> Path:
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / "done").exists():
             command = [sys.executable, "-m", __name__, kind, str(demo_model), str(folder)]
-            subprocess.run(command, check=True, capture_output=True)
+            with Fork(command, stdout=PIPE, stderr=STDOUT, text=True) as process:
+                printed, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, printed
             (folder / "done").touch()
     return folder
 
@@ -228,5 +232,10 @@ MAKERS = {
     "qwen3-asr": qwen3_asr,
 }
 
-if __name__ == "__main__":
+
+def main() -> None:
     MAKERS[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+
+
+if __name__ == "__main__":
+    main()
