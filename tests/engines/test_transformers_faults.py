@@ -13,7 +13,7 @@ import pytest
 
 from batchkit.engines.base import EngineLoad
 from batchkit.engines.registry import open_engine
-from batchkit.types import Completion, Request
+from batchkit.types import Request
 from tests.support.engine_requests import ask, request
 from tests.support.forks import Fork
 from tests.support.model_runs import newest, run_job
@@ -47,9 +47,9 @@ def token(model: Path, word: str) -> str:
     return str(number)
 
 
-def asked_of(n: int, poison: Sequence[int] = (), **sampling: Any) -> list[Request]:
-    """Prompts of about one length; those of ``poison`` have the word harbour."""
-    texts = ["the harbour" if i in poison else "the garden" for i in range(n)]
+def asked_of(n: int, poison: Sequence[int] = (), word: str = "", **sampling: Any) -> list[Request]:
+    """Prompts of about one length; those of ``poison`` have ``word``."""
+    texts = [f"the {word}" if i in poison else "the garden" for i in range(n)]
     return [request(i, text, **sampling) for i, text in enumerate(texts)]
 
 
@@ -98,38 +98,31 @@ def test_a_row_that_needs_too_much_memory_alone_fails_alone(open_faulty: OpenFau
     assert all(completion.error is None for completion in again)
 
 
-def with_two_at_fault() -> list[Request]:
+def with_two_at_fault(word: str) -> list[Request]:
     """One of them is answered four times."""
-    rows = asked_of(20, poison=(3, 11))
-    rows[11] = request(11, "the harbour", temperature=0.8, n=4)
+    rows = asked_of(20, (3, 11), word)
+    rows[11] = request(11, f"the {word}", temperature=0.8, n=4)
     return rows
 
 
-@pytest.fixture(scope="module")
-def undisturbed(faulty: Path) -> list[Completion]:
-    with closing(open_engine(make_job(faulty, trust_remote_code=True))) as opened:
-        return ask(opened, *with_two_at_fault())
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind"), [("error", "engine_crash"), ("refusal", "invalid_request"), ("oom", "oom")]
-)
 def test_only_the_row_at_fault_fails(
-    faulty: Path,
-    open_faulty: OpenFaulty,
-    caplog: pytest.LogCaptureFixture,
-    undisturbed: list[Completion],
-    fault: str,
-    kind: str,
+    faulty: Path, open_faulty: OpenFaulty, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with open_faulty({"tokens": {token(faulty, " harbour"): fault}}) as opened:
-        done = ask(opened, *with_two_at_fault())
-        assert opened.load() == EngineLoad(0, 0, 0.0, 0)
-    assert {n: c.error.kind for n, c in enumerate(done) if c.error} == {3: kind, 11: kind}
-    assert "planted" in str(done[3].error)
-    for one, expected in zip(done, undisturbed, strict=True):
-        assert one.error or one.choices == expected.choices
-    assert ("running its rows one by one" in caplog.text) == (fault != "oom")
+    words = {"harbour": "error", "bridge": "refusal", "winter": "oom"}
+    kinds = {"error": "engine_crash", "refusal": "invalid_request", "oom": "oom"}
+    tokens = {token(faulty, f" {word}"): fault for word, fault in words.items()}
+    with open_faulty({"tokens": tokens}) as opened:
+        undisturbed = ask(opened, *asked_of(20))
+        for word, fault in words.items():
+            caplog.clear()
+            done = ask(opened, *with_two_at_fault(word))
+            assert opened.load() == EngineLoad(0, 0, 0.0, 0)
+            failed = {n: c.error.kind for n, c in enumerate(done) if c.error}
+            assert failed == {3: kinds[fault], 11: kinds[fault]}
+            assert "planted" in str(done[3].error)
+            for one, expected in zip(done, undisturbed, strict=True):
+                assert one.error or one.choices == expected.choices
+            assert ("running its rows one by one" in caplog.text) == (fault != "oom")
 
 
 def test_a_job_is_finished_beside_all_kinds_of_faults(
