@@ -53,19 +53,15 @@ def run(tmp_path: Path, text_model: Path) -> Run:
     return with_rows
 
 
-def test_too_many_at_once_is_halved_until_it_fits(run: Run, calm: list[str]) -> None:
-    ended = run(IN, over=3)
-    assert_only_failed(ended, calm, {})
-    assert ended.reductions == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
-    assert [step for step in ended.window if step[1] < step[0]] == [(12, 6), (6, 3)]
-
-
-def test_the_next_start_takes_the_safe_setting_unless_the_user_has_changed_it(
+def test_too_many_at_once_is_halved_and_the_next_start_takes_the_safe_setting_unless_it_was_changed(
     run: Run, calm: list[str]
 ) -> None:
-    run(OWN, "input.limit=10", over=3)
-    ended = run(OWN, "input.limit=20", over=3)
-    assert ended.exit == 0
+    ended = run(IN, "input.limit=20", over=3)
+    assert_only_failed(ended, calm[:20], {})
+    assert ended.reductions == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
+    assert [step for step in ended.window if step[1] < step[0]] == [(12, 6), (6, 3)]
+    ended = run(OWN, "input.limit=30", over=3)
+    assert_only_failed(ended, calm[:30], {})
     assert ended.manifest["starts"][-1].get("engine_restarts", 0) == 0
     assert "its reduced settings are used again: max_num_seqs = 2" in ended.log
     ended = run(OWN, "engine.options.max_num_seqs=1", over=3)
