@@ -219,6 +219,12 @@ class LightFork(Fork):
     _has_vllm = False
 
 
+def fork_engines() -> None:
+    """In the process of a worker on Ray: its engines are forks, too. Here and not in ``ray_head.py``, because each
+    such process imports this module."""
+    Launcher.start = Fork
+
+
 def _serve(control: socket.socket) -> Callable[[], None]:
     """Fork for each request until the other end is closed. Returns, in each fork, what it does."""
     fork = server.serve(control, ends_with_caller=False)

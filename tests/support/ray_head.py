@@ -10,9 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from batchkit.engines.process.launcher import Launcher
 from tests.support.chat_server import ChatServer
-from tests.support.forks import Fork
+from tests.support.forks import fork_engines
 from tests.support.paths import ROOT
 from tests.support.waiting import until
 
@@ -67,7 +66,9 @@ def start_head() -> Iterator[RayHead]:
         # Workers have the environment of their node.
         environment.setenv("PYTHONPATH", str(ROOT))
         environment.setenv("RAY_TMPDIR", folder)  # a short path: its sockets have long names
-        environment.setenv("__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR", f"{__name__}.fork_engines")
+        environment.setenv(
+            "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR", f"{fork_engines.__module__}.fork_engines"
+        )
         environment.setenv("RAY_health_check_period_ms", "500")
         environment.setenv("RAY_prestart_worker_first_driver", "0")
         cluster = Cluster(
@@ -84,8 +85,3 @@ def start_head() -> Iterator[RayHead]:
             yield RayHead(cluster)
         finally:
             cluster.shutdown()
-
-
-def fork_engines() -> None:
-    """In a worker's process: its engines are forks of the test's fork server, too."""
-    Launcher.start = Fork
