@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,10 +34,9 @@ from tests.support.dry_runs import (
     write_job,
     write_rows,
 )
+from tests.support.forks import LightFork
 from tests.support.merges import MERGED, SCORING, files, merge, reported, rewrite, run_shards
-from tests.support.own_process import begin
 from tests.support.paths import ROOT
-from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
@@ -129,17 +129,18 @@ def test_a_merge_leaves_its_runs_as_they_are_and_their_torn_ends_behind() -> Non
     assert "input.shard" not in found["identity"]
 
 
-def test_what_a_killed_merge_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    prepare(60_000)
+def test_what_a_killed_merge_has_left_is_removed_by_the_next() -> None:
+    """It is killed as it gives the finished folder its name."""
+    prepare()
     shards = run_shards(2)
-    victim = begin("merge", *shards, "--into", MERGED, cwd=tmp_path)
+    killed = [sys.executable, "-m", "tests.support.killed", "Path.rename", "1"]
+    command = [*killed, "merge", *map(str, shards), "--into", str(MERGED)]
 
     def left() -> list[Path]:
         return [*Path("output").glob(".merged.*.tmp")]
 
-    until(left)
-    victim.kill()
-    victim.communicate()
+    assert LightFork(command).wait(timeout=60) == -signal.SIGKILL
+    assert not MERGED.exists()
     assert len(left()) == 1
     with building(MERGED) as at_work:
         assert left() == [at_work]

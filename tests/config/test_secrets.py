@@ -157,7 +157,7 @@ def test_server_that_repeats_what_it_was_sent_gives_nothing_away(
 
     for status in (400, 403, 500):
         with serving(functools.partial(repeat, status)) as server:
-            options = {"extra_body": {"api-key": CANARY}, "give_up_s": 1}
+            options = {"extra_body": {"api-key": CANARY}, "give_up_s": 0.2}
             write_job(engine={**engine(server.url), "options": options})
             assert leaks(*EVERYTHING, ("run", "job.toml", "--fresh")) == []
         files = [path for path in Path("output").rglob("*") if path.is_file()]
@@ -174,7 +174,7 @@ def test_the_key_is_hidden_whatever_its_variable_is_called(
         raise Refused(400, error(f"no such user: {key}"))
 
     with serving(repeat) as server:
-        write_job(engine={**engine(server.url), "options": {"give_up_s": 1}})
+        write_job(engine={**engine(server.url), "options": {"give_up_s": 0.2}})
         assert leaks(*EVERYTHING) == []
 
 

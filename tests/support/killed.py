@@ -1,8 +1,10 @@
-"""Programs that are killed at an instant of their own: ``python -m tests.support.killed FUNCTION NUMBER [FOLDER]``.
+"""Programs that are killed at an instant of their own:
+``python -m tests.support.killed FUNCTION NUMBER [FOLDER | merge …]``.
 
 SIGKILL comes as FUNCTION, of ``os``, ``shutil`` or ``Path``, is called for the so-manieth time; a write is killed
 half-way. With FOLDER the program is a store there, which writes records with vectors. Without, it is
-``batchkit run job.toml --on-change requeue``, of which calls count with a file that a requeue changes.
+``batchkit run job.toml --on-change requeue``, of which calls count with a file that a requeue changes; with ``merge …``
+it is that command, of which calls count with the folder that it builds.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from batchkit.storage.ledger import Ledger, line_of
 from tests.support.records import record, with_vector
 
 ROWS = range(9)
+MERGED = (".tmp",)
 REQUEUED = (".requeue", "results.jsonl", "steps.jsonl", "manifest", "starts")
 
 
@@ -26,6 +29,10 @@ def main() -> None:
     if len(sys.argv) == 3:
         kill_at(*sys.argv[1:], files=REQUEUED)
         cli(["run", "job.toml", "--on-change", "requeue"], prog_name="batchkit")
+        return
+    if sys.argv[3] == "merge":
+        kill_at(*sys.argv[1:3], files=MERGED)
+        cli(sys.argv[3:], prog_name="batchkit")
         return
     import pyarrow as pa
 
