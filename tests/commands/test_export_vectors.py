@@ -143,13 +143,13 @@ def test_each_format_has_the_entities_of_token_classify() -> None:
 @pytest.mark.slow
 def test_npy_of_many_rows_can_be_mapped() -> None:
     """The number of its rows, which is not known at first, has more digits than a zero."""
-    prepare(12_345)
+    prepare(1_234)
     assert run().exit_code == 0
     done = batchkit("export", "--npy", "deep/m.npy")
-    assert "deep/m.npy: 12,345 rows" in done.stdout
+    assert "deep/m.npy: 1,234 rows" in done.stdout
     matrix, found = np.load("deep/m.npy", mmap_mode="r"), stored()
-    np.testing.assert_array_equal(matrix, [found[row] for row in range(12_345)])
-    assert len(json.loads(Path("deep/m.ids.json").read_text())) == 12_345
+    np.testing.assert_array_equal(matrix, [found[row] for row in range(1_234)])
+    assert len(json.loads(Path("deep/m.ids.json").read_text())) == 1_234
 
 
 def test_output_of_a_run_may_be_a_matrix_if_it_has_vectors() -> None:

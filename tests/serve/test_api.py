@@ -442,18 +442,19 @@ def test_a_key_has_limits(tmp_path: Path) -> None:
     keys = ("--api-key-file", "keys.txt")
     (key,) = new_keys("one", cwd=tmp_path)
     file = tmp_path / "keys.txt"
-    file.write_text(f"{file.read_text().strip()} batches=1 rows=70000\n")
-    with serving(*DRY, *keys, cwd=tmp_path) as served, served.client(key) as client:
-        long = submit(client, [ask(str(n)) for n in range(70_000)])
+    file.write_text(f"{file.read_text().strip()} batches=1 rows=700\n")
+    slow = ("--set", "engine.options={latency_s = 1.0, max_num_seqs = 4}")
+    with serving(*DRY, *slow, *keys, cwd=tmp_path) as served, served.client(key) as client:
+        long = submit(client, [ask(str(n)) for n in range(700)])
         with pytest.raises(openai.RateLimitError) as caught:
             submit(client, [ask("a")])
         assert caught.value.code == "batch_limit_exceeded"
         client.batches.cancel(long.id)
         ended(client, long)
-        longer = ended(client, submit(client, [ask(str(n)) for n in range(70_001)]))
+        longer = ended(client, submit(client, [ask(str(n)) for n in range(701)]))
         assert (longer.status, longer.output_file_id) == ("failed", None)
         assert faults_of(longer)[0].code == "row_limit_exceeded"
-    file.write_text(file.read_text().replace("batches=1 rows=70000", "bytes=1000"))
+    file.write_text(file.read_text().replace("batches=1 rows=700", "bytes=1000"))
     with (
         serving(*DRY, *keys, "--folder", "new", cwd=tmp_path) as served,
         served.client(key) as client,
