@@ -46,6 +46,7 @@ from tests.support.dry_runs import (
     write_rows,
 )
 from tests.support.forks import LightFork
+from tests.support.full_disk import full_disk
 from tests.support.rows import read_jsonl
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
@@ -372,14 +373,10 @@ def test_requeue_on_a_full_disk_leaves_the_run_as_it_was() -> None:
     run()
     before = LOG.read_bytes()
     write_rows(299)
-    script = (
-        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000));"
-        "from batchkit.cli import cli; cli(['run', 'job.toml', '--on-change', 'requeue'])"
-    )
-    done = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True)
-    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-    assert "the run is unchanged" in done.stderr
+    with full_disk(30_000):
+        done = run("--on-change", "requeue")
+    assert "the run is unchanged" in done.refused(1)
+    assert "Traceback" not in done.stderr
     assert LOG.read_bytes() == before
     assert not list(RUN.glob(".requeue*"))
     assert run("--on-change", "requeue").exit_code == 0
