@@ -40,7 +40,7 @@ class _Daemon:
         """Start the daemon unless it runs. Return why it can't run; "" if it runs."""
         if not _ask(self.environment, "get_server_list"):
             return ""
-        # The engines select their GPUs themselves; MPS would count only from the GPUs that it was given.
+        # The engines select their GPUs themselves. If the daemon saw only some GPUs, MPS would renumber them.
         others = {name: its for name, its in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         obstacle = _run([CONTROL, "-d"], {**others, **self.environment})
         return obstacle or _ask(self.environment, "get_server_list")
@@ -51,7 +51,7 @@ class _Daemon:
 
 
 _daemons: list[_Daemon] = []  # at most one
-_said: list[str] = []  # reasons that were reported
+_said: list[str] = []  # the reason why it can't run: it is not tried again
 
 
 def environment(say: Callable[[str], None]) -> Mapping[str, str]:
@@ -60,15 +60,14 @@ def environment(say: Callable[[str], None]) -> Mapping[str, str]:
     If MPS can't run, pass the reason to ``say`` once, and return nothing. If the user has a daemon
     (CUDA_MPS_PIPE_DIRECTORY is set), it is used.
     """
-    if PIPES in os.environ:
-        return {}
     with _LOCK:
+        if PIPES in os.environ or _said:
+            return {}
         obstacle = _obstacle()
         if not obstacle:
             return _daemons[0].environment
-        if obstacle not in _said:
-            _said.append(obstacle)
-            say(f"engines take turns on their GPU, because MPS can't run: {obstacle}")
+        _said.append(obstacle)
+        say(f"engines take turns on their GPU, because MPS can't run: {obstacle}")
         return {}
 
 
@@ -77,13 +76,20 @@ def stop_orphans() -> None:
     remove_orphans(_KIND, before=_quit)
 
 
+def stop() -> None:
+    """Stop this process's daemon."""
+    with _LOCK:
+        if _daemons:
+            _daemons.pop().stop()
+
+
 def _obstacle() -> str:
     """Start this process's daemon unless it runs. Return why it can't run."""
     if shutil.which(CONTROL) is None:
         return f"{CONTROL} is not installed"
     if not _daemons:
         _daemons.append(_Daemon())
-        atexit.register(_daemons[0].stop)
+        atexit.register(stop)
     return _daemons[0].start()
 
 

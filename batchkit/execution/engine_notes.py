@@ -114,8 +114,8 @@ class EngineNotes:
         return input_hash(options if per_gpu is None else {**options, "workers.per_gpu": per_gpu})
 
     def _remember(self, history: EngineHistory) -> None:
-        """Note an engine's restarts and reduced settings, after the engine died. Of equal engines that share a GPU, the
-        most reduced settings are noted."""
+        """Note an engine's restarts and reduced settings, after the engine died. If several engines share a GPU, note
+        the settings of the engine with the most reductions."""
         starts, name = self._run.starts, history.engine
         turn = self._tasks.turns.number
         self._histories[turn, name, history.number] = history

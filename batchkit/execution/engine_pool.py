@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
@@ -17,7 +19,8 @@ from batchkit.engines.process.launcher import Launcher, log_of
 from batchkit.engines.registry import holds_model, open_engine
 from batchkit.errors import EngineError
 from batchkit.execution.events import EngineHistory, EngineMessage, Event, Found, Hear, Message
-from batchkit.execution.places import Place
+from batchkit.execution.places import DEVICES, Place
+from batchkit.execution.restart_thread import SearchTurn
 from batchkit.execution.start import Start
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.rendering.templates.prompt import constant_files
@@ -27,7 +30,7 @@ from batchkit.storage import identity
 class EngineSpec(NamedTuple):
     """A description of the engine that a run needs.
 
-    - ``name``: ``Place.id``.
+    - ``name``: ``Place.id``. ``on_gpu``: number of engines that share its GPU.
     - ``options``, ``identity``: the options and file hashes with which the engine must be loaded.
     - ``environment``: variables that its process gets in addition to the run's own.
     """
@@ -36,6 +39,7 @@ class EngineSpec(NamedTuple):
     options: Mapping[str, Any]
     identity: Mapping[str, Any]
     environment: Mapping[str, str] = MappingProxyType({})
+    on_gpu: int = 1
 
 
 class LoadedEngine(NamedTuple):
@@ -62,7 +66,11 @@ class Pool(Protocol):
     @property
     def idle(self) -> Mapping[str, LoadedEngine]: ...
 
-    def launcher(self, wanted: EngineSpec) -> Launcher: ...
+    def prepare(self, wanted: EngineSpec, kind: str) -> None: ...
+
+    def evict(self, places: Sequence[Place]) -> None: ...
+
+    def cancel(self, name: str) -> None: ...
 
     def get(self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine]) -> LoadedEngine: ...
 
@@ -103,6 +111,20 @@ class EnginePool:
             idle.engine.close()
         return load(self.launcher(wanted))
 
+    def prepare(self, wanted: EngineSpec, kind: str) -> None:
+        """Start to import the libraries of the engine ``wanted``, which is of ``kind``."""
+        self.launcher(wanted).prepare(kind)
+
+    def evict(self, places: Sequence[Place]) -> None:
+        """Close idle engines that would take memory from the engines of ``places``."""
+        for name in [name for name, loaded in self.idle.items() if not fits(loaded.spec, places)]:
+            self.idle.pop(name).engine.close()
+
+    def cancel(self, name: str) -> None:
+        """Kill the process that loads the engine ``name``."""
+        if (launcher := self._launchers.get(name)) is not None:
+            launcher.close()
+
     def put(self, loaded: LoadedEngine, *, is_idle: bool) -> None:
         """Take an engine back at the end of a run. Close the engine unless ``is_idle``, because requests may be in
         flight."""
@@ -123,6 +145,11 @@ class EnginePool:
         for launcher in self._launchers.values():
             launcher.close()
         self._launchers = {}
+
+
+def fits(spec: EngineSpec, places: Sequence[Place]) -> bool:
+    """Return whether one of ``places`` has this engine's name and share of a GPU."""
+    return (spec.name, spec.on_gpu) in {(place.id, place.on_gpu) for place in places}
 
 
 class RunEngines:
@@ -147,6 +174,8 @@ class RunEngines:
         self._start, self._pool, self.places, self.hear = start, pool, places, hear
         self._known, self._guard = known, guard
         self._loaded: dict[str, LoadedEngine] = {}
+        self._loading = threading.Lock()  # a loading engine measures the free memory of its GPU
+        self._turns = defaultdict[str, SearchTurn](SearchTurn)  # by GPU
 
     def open(self, place: Place) -> SupervisedEngine:
         """Return the engine of ``place``, loaded and supervised. It was checked which model a server serves.
@@ -171,7 +200,7 @@ class RunEngines:
             lambda reduced, hear: self._load(reduced, place, ladder, hear),
             ladder=ladder,
             quarantined=self._start.options.quarantined,
-            in_background=place.of > 1,
+            beside=self._turns[place.environment[DEVICES]] if place.of > 1 else None,
         )
         with ExitStack() as held:
             held.enter_context(closing(engine))
@@ -181,6 +210,7 @@ class RunEngines:
 
     def give_back(self, place: Place, engine: SupervisedEngine) -> None:
         """Give the engine back to the pool. If no request is in flight, it may be kept for the next run."""
+        engine.stop_restart(lambda: self._pool.cancel(place.id))
         self._pool.put(self._loaded[place.id], is_idle=engine.is_idle)
 
     def hear_of(self, place: Place) -> Hear:
@@ -188,20 +218,23 @@ class RunEngines:
         return _named(self.hear, place) if place.label else self.hear
 
     def prepare(self) -> None:
-        """Start to import the libraries of several engines at the same time; the models are loaded one by one."""
+        """Close idle engines that these engines replace. Start to import the libraries of several engines at the same
+        time; the models are loaded one by one."""
+        self._pool.evict(self.places)
         for place in self.places:
             job = place.job_of(self._start.job)
             is_own = holds_model(job.engine.kind) and not job.engine.in_process
             if place.of > 1 and is_own and place.id not in self._pool.idle:
                 spec = self._spec_of(job, place, self.hear_of(place))
-                self._pool.launcher(spec).prepare(job.engine.kind)
+                self._pool.prepare(spec, job.engine.kind)
 
     def _spec_of(self, job: JobConfig, place: Place, hear: Hear) -> EngineSpec:
         """Return the spec of the engine of ``job`` in ``place``. Start MPS if engines share the GPU."""
         environment = dict(place.environment)
         if place.on_gpu > 1:
             environment |= mps.environment(lambda text: hear(Message(text)))
-        return EngineSpec(place.id, job.engine.options, self._start.identity, environment)
+        options, files = job.engine.options, self._start.identity
+        return EngineSpec(place.id, options, files, environment, place.on_gpu)
 
     def _load(self, reduced: JobConfig, place: Place, ladder: Ladder, hear: Hear) -> Engine:
         """Load the engine of ``reduced``, or take an idle one that was loaded with the same options and files.
@@ -215,7 +248,10 @@ class RunEngines:
             engine = open_engine(reduced, launcher)
             return LoadedEngine(engine, spec, ladder.reductions, identity.hub_commits(reduced))
 
-        with self._guard(), ExitStack() as held:
+        # Only the first load is in the run's thread, which handles signals.
+        in_thread = place.of > 1 and place.id in self._loaded
+        guard = nullcontext() if in_thread else self._guard()
+        with self._loading, guard, ExitStack() as held:
             loaded = self._pool.get(spec, load)
             held.enter_context(closing(loaded.engine))
             check_unchanged(self._start)

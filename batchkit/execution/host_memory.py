@@ -1,4 +1,5 @@
-"""The memory of an engine's process: the limit ``run.max_host_gb``, and kills because the machine has no more."""
+"""The memory of an engine's process: the limit ``run.max_host_gb``, and the detection of kills by the kernel when memory
+runs out."""
 
 from __future__ import annotations
 

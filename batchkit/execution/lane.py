@@ -57,7 +57,7 @@ class Lane:
             self._held = held.pop_all()
 
     def fill(self, timeout_s: float, most: int = AHEAD) -> list[Completion]:
-        """Submit requests until the window is full. Wait up to ``timeout_s`` for each request.
+        """Submit requests until the window is full. Wait up to ``timeout_s`` for a request while this lane has none.
 
         Return rows that ended without the engine, for example rows that can't be rendered, and the outcomes of rows with
         several generations. One call handles at most

@@ -38,7 +38,7 @@ def can_be_checked(start: Start, changes: Sequence[str]) -> bool:
     """
     options, job = start.options, start.job
     may_adjust = options.adjust_sampling is not None or options.begun_with is not None
-    if may_adjust or not all(_CHECKED.match(change) for change in changes):
+    if may_adjust or not all(_CHECKED.fullmatch(change.partition(":")[0]) for change in changes):
         return False
     is_drawn = job.rollout is not None or any(job.retry.temperatures or ())
     jobs = [its for _, its in job.of_each_step()]

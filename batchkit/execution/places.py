@@ -63,7 +63,7 @@ def places_of(
 
 def engines_of(job: JobConfig) -> int:
     """Return how many engines of one name the run loads."""
-    if job.workers.per_gpu is None:
+    if job.workers.per_gpu is None or job.engine.kind == "dry-run":
         return job.workers.count or 1
     return job.workers.per_gpu * (job.workers.count or visible_gpus())
 

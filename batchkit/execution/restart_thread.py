@@ -1,4 +1,4 @@
-"""A thread for the restart of one engine among several, so that the run's thread can serve the others."""
+"""What one engine among several on a GPU needs: a thread for its restart, and a turn to search for poison rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,40 @@ from concurrent.futures import Future, wait
 from batchkit.errors import EngineError
 from batchkit.execution.events import Event, Hear
 
+_END_S = 60.0
+
+
+class SearchTurn:
+    """The turn of the engines on one GPU to replay suspects.
+
+    Under MPS, a fatal GPU fault of one engine ends all engines on this GPU. If two of them replayed suspects at the
+    same time, an innocent row would die together with a poison row.
+    """
+
+    def __init__(self) -> None:
+        self._holder: object = None
+
+    def take(self, engine: object) -> bool:
+        """Return whether ``engine`` has the turn now."""
+        if self._holder is None:
+            self._holder = engine
+        return self._holder is engine
+
+    def give_up(self, engine: object) -> None:
+        if self._holder is engine:
+            self._holder = None
+
 
 class RestartThread:
     """Restarts one engine in a daemon thread, and keeps its events for the run's thread.
 
-    ``hear``: receives the events when ``report`` is called.
+    - ``hear``: receives the events when ``report`` is called.
+    - ``turn``: the turn that the engines on this GPU share.
     """
 
-    def __init__(self, hear: Hear) -> None:
+    def __init__(self, hear: Hear, turn: SearchTurn) -> None:
         self._hear, self._events = hear, deque[Event]()
+        self.turn = turn
         self._restart: Future[None] | None = None
         self._is_closed = False
 
@@ -51,11 +76,15 @@ class RestartThread:
         done.result()
         return True
 
-    def close(self) -> None:
-        """Let a restart end as soon as possible: ``check_open`` raises from now on."""
+    def stop(self, cancel: Callable[[], None]) -> None:
+        """End a restart, if there is one, and wait for its end. ``cancel`` kills the process that loads the engine."""
         self._is_closed = True
+        if self._restart is not None and not self._restart.done():
+            cancel()
+            self.wait(_END_S)
 
     def check_open(self) -> None:
+        """Raise EngineError if the engine was stopped."""
         if self._is_closed:
             raise EngineError("the run has ended")
 

@@ -27,7 +27,8 @@ from pathlib import Path
 from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.process.launcher import Launcher
 from batchkit.errors import EngineError
-from batchkit.execution.engine_pool import EnginePool, EngineSpec, LoadedEngine
+from batchkit.execution.engine_pool import EnginePool, EngineSpec, LoadedEngine, fits
+from batchkit.execution.places import Place
 from batchkit.execution.window import Window
 from batchkit.types import Completion, Request
 
@@ -76,8 +77,25 @@ class SharedEngines:
         known = [*self._shared.items()]  # another run's thread may add one meanwhile
         return {name: loaded for name, (shared, loaded) in known if not shared.death}
 
-    def launcher(self, wanted: EngineSpec) -> Launcher:
-        """Return the launcher for the processes of the engine ``wanted``."""
+    def prepare(self, wanted: EngineSpec, kind: str) -> None:
+        """Start to import the libraries of the engine ``wanted`` unless it is loaded."""
+        with self._lock:
+            if wanted.name not in self._shared:
+                self._launcher(wanted).prepare(kind)
+
+    def evict(self, places: Sequence[Place]) -> None:
+        """Close engines that no run uses and that would take memory from the engines of ``places``."""
+        with self._lock:
+            for name, (shared, loaded) in [*self._shared.items()]:
+                if not shared.seats and not fits(loaded.spec, places):
+                    shared.close()
+                    del self._shared[name]
+
+    def cancel(self, name: str) -> None:
+        """Kill the process that loads the engine ``name``."""
+        self._kept.cancel(name)
+
+    def _launcher(self, wanted: EngineSpec) -> Launcher:
         environment = {**self._environment, **wanted.environment}
         return self._kept.launcher(wanted._replace(environment=environment))
 
@@ -97,7 +115,7 @@ class SharedEngines:
                     shared.close()
                     shared = None
             if shared is None or loaded is None:
-                loaded = load(self.launcher(wanted))
+                loaded = load(self._launcher(wanted))
                 shared = SharedEngine(loaded.engine, self._on_death)
             self._shared[wanted.name] = shared, loaded
             return loaded._replace(engine=shared.seat(claim))
@@ -119,8 +137,14 @@ class Share:
     def idle(self) -> Mapping[str, LoadedEngine]:
         return self.engines.idle
 
-    def launcher(self, wanted: EngineSpec) -> Launcher:
-        return self.engines.launcher(wanted)
+    def prepare(self, wanted: EngineSpec, kind: str) -> None:
+        self.engines.prepare(wanted, kind)
+
+    def evict(self, places: Sequence[Place]) -> None:
+        self.engines.evict(places)
+
+    def cancel(self, name: str) -> None:
+        self.engines.cancel(name)
 
     def get(self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine]) -> LoadedEngine:
         return self.engines.get(wanted, load, self.claim)

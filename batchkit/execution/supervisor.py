@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
 from typing import Any
 
 from batchkit.config.tables import JobConfig
@@ -30,7 +29,7 @@ from batchkit.errors import (
 )
 from batchkit.execution.events import EngineHistory, EngineMessage, Found, Hear, Note
 from batchkit.execution.host_memory import KILLED, HostMemory
-from batchkit.execution.restart_thread import RestartThread
+from batchkit.execution.restart_thread import RestartThread, SearchTurn
 from batchkit.execution.row_search import RowSearch
 from batchkit.types import Completion, Key, Request
 
@@ -46,8 +45,8 @@ class SupervisedEngine:
     - ``open_engine``: loads the engine; it passes events to the given function.
     - ``ladder``: options that an earlier start reduced.
     - ``quarantined``: indexes of rows that killed an engine in an earlier start; each runs alone, and only once.
-    - ``in_background``: restart the engine in a thread. ``poll`` returns nothing meanwhile, so that the caller can
-      serve other engines.
+    - ``beside``: the turn that several engines on one GPU share; None for an engine without others. With it, the engine
+      is restarted in a thread. ``poll`` returns nothing meanwhile, so that the caller can serve the others.
     - ``restarts`` (attribute): number of attempts to open an engine after the first.
 
     Raises:
@@ -63,7 +62,7 @@ class SupervisedEngine:
         *,
         ladder: Ladder | None = None,
         quarantined: Iterable[int] = (),
-        in_background: bool = False,
+        beside: SearchTurn | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._job, self._hear, self._open_engine = job, hear, open_engine
@@ -80,8 +79,8 @@ class SupervisedEngine:
         self._thread: RestartThread | None = None  # the first load is in the caller's thread
         self._engine = self._open()
         self.ladder.save()
-        if in_background:
-            self._thread = RestartThread(hear)
+        if beside is not None:
+            self._thread = RestartThread(hear, beside)
             self._hear = self._thread.hear
 
     @property
@@ -110,6 +109,9 @@ class SupervisedEngine:
         finally:
             if self._thread is not None:
                 self._thread.report()
+                if not self._in_flight and not len(self._search):
+                    # An idle engine is not polled again, so the turn must not wait for that.
+                    self._thread.turn.give_up(self)
 
     def _poll(self, timeout_s: float) -> Sequence[Completion]:
         if not self._in_flight:
@@ -143,9 +145,12 @@ class SupervisedEngine:
         return load._replace(waiting=load.waiting + len(self._held) + len(self._search))
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
         self._engine.close()
+
+    def stop_restart(self, cancel: Callable[[], None]) -> None:
+        """End a restart in a thread. ``cancel`` kills the process that loads the engine."""
+        if self._thread is not None:
+            self._thread.stop(cancel)
 
     @property
     def is_idle(self) -> bool:
@@ -164,6 +169,8 @@ class SupervisedEngine:
         """Restart the engine if this is due, then submit suspects or waiting requests. Call it while no request is in
         flight."""
         if self._restart_due and not self._is_restarted():
+            return
+        if self._search and self._thread is not None and not self._thread.turn.take(self):
             return
         if self._search and self._deaths > self._job.run.max_engine_restarts // 2:
             # A search that needs many deaths would otherwise be given up at ``run.max_engine_restarts``: an answer
@@ -259,7 +266,7 @@ class SupervisedEngine:
             self._say(f"out of memory ({fault}): next engine with {_shown(reduction)}")
 
     def _is_restarted(self) -> bool:
-        """Restart the engine. With ``in_background``, begin to do so, and return False until it is loaded."""
+        """Restart the engine. In a thread, begin to do so, and return False until it is loaded."""
         if self._thread is None:
             self._restart()
         elif not self._thread.finish(self._restart):
@@ -321,14 +328,9 @@ class SupervisedEngine:
                 return engine
 
     def _loaded(self, job: JobConfig) -> Engine:
-        if self._thread is None:
-            return self._open_engine(job, self._hear)
-        self._thread.check_open()
-        with ExitStack() as held:
-            engine = held.enter_context(closing(self._open_engine(job, self._hear)))
-            self._thread.check_open()  # the run may have ended during the load
-            held.pop_all()
-        return engine
+        if self._thread is not None:
+            self._thread.check_open()
+        return self._open_engine(job, self._hear)
 
     def _remember(self) -> None:
         self._hear(EngineHistory(self.restarts, self.ladder.reductions))

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from itertools import chain, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 from batchkit.config.loading import learn_secrets
+from batchkit.errors import BatchkitError
 from batchkit.execution.completions import SettledLine, to_line
 from batchkit.execution.engine_pool import RunEngines
 from batchkit.execution.events import Load, Message
@@ -57,6 +58,7 @@ class Worker:
         self._start, self._requests = start, requests
         self._hear = opened.hear
         self._unwritten = deque[Completion]()
+        self._failure: BatchkitError | None = None  # of a lane; raised at the next poll
         self._lanes: list[Lane] = []
         with ExitStack() as held:
             opened.prepare()
@@ -84,10 +86,25 @@ class Worker:
         """Return the lines of requests that the engines have finished since the last call."""
         if len(self._lanes) == 1:
             return [*self._lines(self._lanes[0].poll(POLL_S))]
-        for timeout_s in (0.0, _SHARED_POLL_S / len(self._lanes)):
-            if settled := [*chain.from_iterable(lane.poll(timeout_s) for lane in self._lanes)]:
+        n_busy = max(1, sum(lane.n_open > 0 for lane in self._lanes))
+        for timeout_s in (0.0, _SHARED_POLL_S / n_busy):
+            if settled := self._poll(timeout_s):
                 return [*self._lines(settled)]
         return []
+
+    def _poll(self, timeout_s: float) -> list[Completion]:
+        """Return the completions of all lanes. If a lane fails, first return those of the others."""
+        if self._failure is not None:
+            raise self._failure
+        settled = list[Completion]()
+        for lane in self._lanes:
+            try:
+                settled += lane.poll(timeout_s)
+            except BatchkitError as error:
+                if not settled:
+                    raise
+                self._failure = error
+        return settled
 
     def note_written(self, count: int | None = None) -> None:
         """Let rows continue, because their generations are in the ledger now.
@@ -118,6 +135,8 @@ class Worker:
             return lanes[0].fill(timeout_s)
         settled, open_lanes = list[Completion](), [*lanes]
         while open_lanes:
+            if self._requests.will_raise and (settled or any(lane.n_open for lane in self._lanes)):
+                break  # as in ``fill``
             lane = min(open_lanes, key=lambda lane: lane.n_open)
             before = lane.n_open
             settled += lane.fill(timeout_s, _AT_ONCE)

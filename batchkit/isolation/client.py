@@ -108,8 +108,8 @@ class Server:
     - ``environment``: returns the server's variables, given its ``folder``, which is deleted when the server ends.
     - ``output``: where its printed output goes.
     - ``start``: starts the process.
-    - ``waits``: False returns while the server still imports. The first ``fork`` then waits, and raises the errors of a
-      failed start.
+    - ``waits``: if False, the constructor returns while the server still imports. The first ``fork`` then waits, and
+      raises the errors of a failed start.
     """
 
     def __init__(
@@ -151,6 +151,8 @@ class Server:
 
     def close(self) -> None:
         """End the server and its forks. May be called twice."""
+        if not self._is_started:
+            self._process.kill()  # it may be importing and would not react; it has no forks yet
         self._end()
 
     @property
@@ -191,7 +193,6 @@ class Server:
         try:
             self._await_start()
         except BaseException:
-            self._process.kill()  # it may be importing and would not react; it has no forks yet
             self.close()
             raise
         self._is_started = True

@@ -58,7 +58,7 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)  # the parent decides when this process ends
     signal.alarm(START_S)  # ends this process if the import hangs
     try:
-        die_with_parent()  # the thread that started this process waits for READY
+        die_with_parent()  # the thread that started this process lives until READY comes
         module = _prepared(handler, arguments)
         die_with_parent(is_over=True)
         control.send(READY)

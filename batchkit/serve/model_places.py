@@ -69,6 +69,8 @@ def _side_by_side(here: Mapping[str, ServedModel]) -> tuple[str, Mapping[str, Ma
         return "", {}
     if any(job.workers.count is not None for job in jobs.values()):
         return "workers.count already spreads each model over the GPUs", {}
+    if any(job.workers.per_gpu is not None for job in jobs.values()):
+        return "workers.per_gpu uses all visible GPUs for one model", {}
     given = [room for job in jobs.values() if (room := job.workers.gpus) is not None]
     if len(given) == len(jobs):
         return side_by_side(jobs, max(given))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from batchkit.config.tables import InputTable, JobConfig
-from batchkit.engines.memory import visible_gpus
 from batchkit.errors import JobError
 from batchkit.serve.clock import wall_s
 from batchkit.serve.keys import Key, KeyLimits
@@ -34,11 +33,11 @@ class ServedModel:
         return list(dict.fromkeys([self.name, short, *self.job.engine.loras]))
 
     @property
-    def gpus(self) -> int:
-        """The number of GPUs that the engine uses; 0 for a remote server."""
+    def gpus(self) -> float:
+        """The number of GPUs that one engine uses; 0 for a remote server."""
         if self.job.engine.base_url is not None:
             return 0
-        return self.job.engine_gpus if self.job.workers.per_gpu is None else visible_gpus()
+        return self.job.engine_gpus / (self.job.workers.per_gpu or 1)
 
 
 def by_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:

@@ -48,6 +48,14 @@ def test_each_gpu_gets_engines_with_equal_parts_of_its_memory(
     (default, *_) = places_of(job(), [""], {"": {"CUDA_VISIBLE_DEVICES": "7"}})
     assert default.environment == {"CUDA_VISIBLE_DEVICES": "7"}
     assert default.job_of(job()).engine.options == {"gpu_memory_utilization": 0.45}
+    claims = {"kv_cache_memory_bytes": 2**20, "kv_offloading_size": 3}
+    (of_claims, _) = places_of(job(), [""], {"": {"CUDA_VISIBLE_DEVICES": "7"}})
+    parts = of_claims.job_of(job(engine={"options": claims})).engine.options
+    assert parts | {"gpu_memory_utilization": None} == {
+        "kv_cache_memory_bytes": 2**19,
+        "kv_offloading_size": 1.5,
+        "gpu_memory_utilization": None,
+    }
     assert len(places_of(job(engine={"kind": "dry-run"}), [""], {})) == 1
 
 

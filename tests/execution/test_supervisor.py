@@ -22,6 +22,7 @@ from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import EngineError, JobError
 from batchkit.execution.bisection import PROOF
 from batchkit.execution.events import Hear
+from batchkit.execution.restart_thread import SearchTurn
 from batchkit.types import Completion
 from tests.support.counted_engines import (
     AT_LOAD,
@@ -43,9 +44,9 @@ from tests.support.waiting import until
 
 
 def check_every_request_comes_back(
-    world: World, size: int, window: int, *, in_background: bool = False
+    world: World, size: int, window: int, *, beside: SearchTurn | None = None
 ) -> None:
-    options = {"max_num_seqs": size, "in_background": in_background}
+    options = {"max_num_seqs": size, "beside": beside}
     with closing(world.supervise(**options, max_engine_restarts=1000)) as engine:
         done = answer_all(engine, requests(0, 40), window=window)
     failed = kinds_of(done)
@@ -69,7 +70,7 @@ def test_so_it_does_if_the_engine_is_restarted_in_a_thread(
     world: World, deaths: dict[int, FaultKind], size: int, window: int
 ) -> None:
     world.dies_at = deaths
-    check_every_request_comes_back(world, size, window, in_background=True)
+    check_every_request_comes_back(world, size, window, beside=SearchTurn())
 
 
 def test_an_engine_that_is_restarted_in_a_thread_lets_its_caller_work() -> None:
@@ -83,7 +84,7 @@ def test_an_engine_that_is_restarted_in_a_thread_lets_its_caller_work() -> None:
         return open_one(job, hear)
 
     world.open = open_later  # type: ignore[method-assign]
-    with closing(world.supervise(in_background=True)) as engine:
+    with closing(world.supervise(beside=SearchTurn())) as engine:
         for request in requests(0, 2):
             engine.submit(request)
         for _ in range(5):
@@ -98,26 +99,45 @@ def test_an_engine_that_is_restarted_in_a_thread_lets_its_caller_work() -> None:
     assert threads[0] == current_thread().name != threads[1]
 
 
-def test_an_engine_that_is_closed_during_a_restart_leaves_no_engine() -> None:
-    world, may_load, is_loaded = World(dies_at={1: "engine_crash"}), Event(), Event()
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_restart_is_ended_with_its_run(is_killed: bool) -> None:
+    world, is_cancelled, loads = World(dies_at={1: "engine_crash"}), Event(), list[int]()
     open_one = world.open
 
     def open_later(job: JobConfig, hear: Hear) -> CountingEngine:
-        if world.opened:
-            assert may_load.wait(60)
-        try:
-            return open_one(job, hear)
-        finally:
-            is_loaded.set()
+        loads.append(1)
+        if len(loads) > 1:
+            assert is_cancelled.wait(60)
+            if is_killed:
+                raise StartFailed("killed", FAULTS["engine_crash"], {})
+        return open_one(job, hear)
 
     world.open = open_later  # type: ignore[method-assign]
-    with closing(world.supervise(in_background=True)) as engine:
+    with closing(world.supervise(beside=SearchTurn())) as engine:
         engine.submit(requests(0, 1)[0])
         assert engine.poll(0.01) == engine.poll(0.01) == []
-        is_loaded.clear()
-    may_load.set()
-    assert is_loaded.wait(60)
-    until(lambda: len(world.opened) == len(world.closed_with) == 2)
+        engine.stop_restart(is_cancelled.set)
+        assert not engine.is_idle
+    assert len(loads) == 2, "it is not tried again"
+    assert len(world.opened) == len(world.closed_with) == 2 - is_killed
+
+
+def test_engines_on_one_gpu_replay_suspects_one_after_the_other() -> None:
+    turn, worlds = SearchTurn(), [World(dies_at={1: "engine_crash"}) for _ in range(2)]
+    with (
+        closing(worlds[0].supervise(beside=turn)) as first,
+        closing(worlds[1].supervise(beside=turn)) as second,
+    ):
+        for engine in (first, second):
+            for request in requests(0, 2):
+                engine.submit(request)
+            assert engine.poll(0.01) == []
+        until(lambda: first.poll(0.01))
+        for _ in range(20):
+            assert second.poll(0.01) == []
+        assert worlds[1].submitted == [0, 1], "it has replayed none"
+        until(lambda: first.poll(0.01))
+        until(lambda: second.poll(0.01))
 
 
 def test_a_run_without_one_answer_ends_with_the_last_fault() -> None:

@@ -17,6 +17,7 @@ from batchkit.engines.faults import EngineDied, Fault, FaultKind, StartFailed, f
 from batchkit.engines.memory_ladder import Ladder
 from batchkit.errors import RequestError
 from batchkit.execution.events import EngineHistory, Event, Hear, Note
+from batchkit.execution.restart_thread import SearchTurn
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.types import Choice, Completion, Request, Row
 
@@ -101,7 +102,7 @@ class World:
         ladder: Ladder | None = None,
         quarantined: Iterable[int] = (),
         remember: Callable[[EngineHistory], None] = lambda history: None,
-        in_background: bool = False,
+        beside: SearchTurn | None = None,
         **run: Any,
     ) -> SupervisedEngine:
         options = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
@@ -121,7 +122,7 @@ class World:
             self.open,
             ladder=ladder,
             quarantined=quarantined,
-            in_background=in_background,
+            beside=beside,
             sleep=lambda seconds: None,
         )
 

@@ -44,10 +44,15 @@ _NEEDED = {
 
 
 def options_for_share(options: Mapping[str, Any], engines: int) -> dict[str, Any]:
-    """Return ``options`` for one of ``engines`` engines on a GPU. ``gpu_memory_utilization`` is the share of all of them
+    """Return ``options`` for one of ``engines`` engines on a GPU. The options that claim memory are for all of them
     together; each loads its own weights, and uses the rest of its part for its KV cache."""
-    of_all = options.get("gpu_memory_utilization", _SHARE_OF_GPU)
-    return {**options, "gpu_memory_utilization": round(of_all / engines, 3)}
+    of_all = {"gpu_memory_utilization": _SHARE_OF_GPU, **options}
+    parts = {"gpu_memory_utilization": round(of_all["gpu_memory_utilization"] / engines, 3)}
+    if (cache := options.get("kv_cache_memory_bytes")) is not None:
+        parts["kv_cache_memory_bytes"] = cache // engines
+    if (offloaded := options.get("kv_offloading_size")) is not None:
+        parts["kv_offloading_size"] = offloaded / engines
+    return {**options, **parts}
 
 
 def check_config(job: JobConfig) -> Any:

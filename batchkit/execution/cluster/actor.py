@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from batchkit.engines import mps
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, EngineError, JobError
 from batchkit.execution.engine_pool import EnginePool, RunEngines
@@ -130,7 +131,9 @@ class Actor:
     def _work(self, known: Mapping[str, EngineHistory]) -> None:
         try:
             tasks = iter(self._inbox.get, None)
+            mps.stop_orphans()
             with ExitStack() as held:
+                held.callback(mps.stop)
                 requests = requests_of(self._start, tasks, self._engines, may_wait=True)
                 held.enter_context(closing(requests))
                 # Ends the threads that wait for rows to render.
