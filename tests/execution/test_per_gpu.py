@@ -166,3 +166,36 @@ def test_without_mps_the_reason_is_said_once(
         ended: Ended = ended_in(tmp_path, process)
     assert_only_failed(ended, calm, {})
     assert ended.log.count("MPS can't run") == 1
+
+
+N_KILLS = 10
+
+
+@pytest.mark.release
+@pytest.mark.vllm
+def test_a_storm_of_kills_loses_nothing(tmp_path: Path, text_model: Path, calm: list[str]) -> None:
+    """Ten kills of an engine, of the run and of the daemon, in turn, each after two more records."""
+    mps, rows = install(tmp_path), question_rows({}) * 10
+    faults, log = {"step_s": 0.05, "reload_s": 0}, tmp_path / "output/faulty" / RESULTS
+
+    def begun() -> Any:
+        many = [*TWO, "run.max_engine_restarts=50"]
+        return running(tmp_path, text_model, rows, faults, many, environment=mps)
+
+    process = begun()
+    for number in range(3 * N_KILLS):
+        before = log.read_bytes().count(b"\n") if log.exists() else 0
+        wait_for_records(tmp_path, before + 2)
+        victim = ("engine", "run", "daemon")[number % 3]
+        if victim == "engine":
+            os.kill(pids_of(tmp_path)[-1], signal.SIGKILL)
+        elif victim == "daemon":
+            daemons(mps)[-1].kill()
+        else:
+            process.kill()
+            process.wait(60)
+            process = begun()
+    with process:
+        ended = ended_in(tmp_path, process)
+    assert_only_failed(ended, calm * 10, {})
+    assert [*Path(mps["TMPDIR"]).iterdir()] == []
