@@ -188,6 +188,7 @@ def test_sigint_stops_all_workers_and_keeps_what_is_finished(
         settings = [*two, *at(server, max_num_seqs=4)]
         with running(tmp_path, tmp_path, question_rows({}), {}, settings, job=ASKS) as process:
             wait_for_records(tmp_path, 4)
+            until(lambda: len(ray_head.workers()) == 2)
             workers = ray_head.workers()
             process.send_signal(signal.SIGINT)
             until(

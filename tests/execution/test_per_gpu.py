@@ -173,6 +173,7 @@ N_KILLS = 10
 
 @pytest.mark.release
 @pytest.mark.vllm
+@pytest.mark.timeout(900)
 def test_a_storm_of_kills_loses_nothing(tmp_path: Path, text_model: Path, calm: list[str]) -> None:
     """Ten kills of an engine, of the run and of the daemon, in turn, each after two more records."""
     mps, rows = install(tmp_path), question_rows({}) * 10
