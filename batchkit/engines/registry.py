@@ -56,9 +56,9 @@ def load_engine(job: JobConfig, log: Path | None = None) -> Engine:
 def for_share_of_gpu(job: JobConfig, engines: int) -> JobConfig:
     """Return ``job`` with the options of one of ``engines`` engines that share a GPU. Raises JobError if engines of this
     kind can't share one."""
-    found = getattr(ENGINES.load(job.engine.kind), "options_for_share", None)
     if engines == 1:
         return job
+    found = getattr(ENGINES.load(job.engine.kind), "options_for_share", None)
     if found is None:
         raise JobError(
             f'workers.per_gpu: engine.kind = "{job.engine.kind}" can\'t share a GPU; remove workers.per_gpu'

@@ -52,7 +52,7 @@ def _is_greedy(job: JobConfig) -> bool:
 
 
 def unchecked(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options in the identity ``now`` that need ``check``, because they differ from those in ``then``."""
+    """Return the options in the identity ``now`` that need ``check``, because ``then`` has other values."""
     keys = [key for key in {*then, *now} if _CHECKED.fullmatch(key)]
     sides = {key: ({key: then.get(key)}, {key: now.get(key)}) for key in keys}
     return {key: now.get(key) for key, of_both in sides.items() if differences(*of_both)}

@@ -108,7 +108,7 @@ def _devices(environment: Mapping[str, str]) -> list[str]:
     """Return the visible GPUs as entries of ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
-        JobError: there is none.
+        JobError: no GPU is visible.
     """
     if DEVICES in environment:
         return environment[DEVICES].split(",")

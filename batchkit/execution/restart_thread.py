@@ -1,4 +1,4 @@
-"""What one engine among several on a GPU needs: a thread for its restart, and a turn to search for poison rows."""
+"""Engines that share a GPU: a thread restarts one of them, and they take turns to search for poison rows."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RestartThread:
         return True
 
     def stop(self, cancel: Callable[[], None]) -> None:
-        """End a restart, if there is one, and wait for its end. ``cancel`` kills the process that loads the engine."""
+        """Let no restart begin, and end the present one. ``cancel`` kills the process that loads the engine."""
         self._is_closed = True
         if self._restart is not None and not self._restart.done():
             cancel()

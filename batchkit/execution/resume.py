@@ -348,8 +348,12 @@ def _apply_on_change(start: Start, source: Input, new: Manifest, messages: list[
     identity = known(manifest.identity, new.identity)
     renewed = manifest.renewed(new, identity)
     # The rows that were skipped may have changed, too.
-    forgotten: dict[str, Any] = {"found": {}, "checked": {}, "input": None}
-    forgotten["skipped_elsewhere"] = 0
+    forgotten: dict[str, Any] = {
+        "found": {},
+        "checked": {},
+        "input": None,
+        "skipped_elsewhere": 0,
+    }
     if (folder / SCORES).exists():  # stored scores use the old indexes: score all rows again
         forgotten["scoring"] = None
     history = history.model_copy(update=forgotten)

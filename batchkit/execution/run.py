@@ -21,7 +21,7 @@ from batchkit.execution.resume import OpenRun, open_run
 from batchkit.execution.screen import Screen
 from batchkit.execution.start import Start, StartOptions
 from batchkit.execution.stop import Stop, StopRequest
-from batchkit.execution.summary import Outcome
+from batchkit.execution.summary import Outcome, RunSummary
 from batchkit.execution.tasks import Tasks, shared_ids
 from batchkit.runs.listing import near_run
 from batchkit.sources.input import Input, from_job
@@ -67,6 +67,26 @@ def start_run(
         if outcome is None or error is not outcome.error:
             raise
     return outcome
+
+
+def tried(
+    job: JobConfig,
+    source: Input | None,
+    options: StartOptions,
+    *,
+    kept: Pool | None = None,
+    stop: StopRequest | None = None,
+) -> RunSummary:
+    """Run ``job`` like ``start_run``, but raise an exception if the run did not end normally.
+
+    Raises:
+        BatchkitError: The run stopped, or could not begin.
+        Interrupted: A signal ended the run.
+    """
+    summary = start_run(job, source, options, kept=kept, stop=stop).checked()
+    if summary.exit >= 128:
+        raise Interrupted(summary.exit - 128)
+    return summary
 
 
 def _check_before(start: Start, source: Input) -> None:
@@ -130,9 +150,7 @@ def _check_answers(
 
     def answer(job: JobConfig, rows: Input) -> None:
         options = StartOptions(command="parity", quiet=True, fresh=True)
-        summary = start_run(job, rows, options, kept=kept, stop=signals).checked()
-        if summary.exit >= 128:
-            raise Interrupted(summary.exit - 128)
+        tried(job, rows, options, kept=kept, stop=signals)
 
     keys = sorted(run.unchecked)
     screen.say(f"{', '.join(keys)} changed, so some rows are answered again and compared")

@@ -93,7 +93,7 @@ class Worker:
         return []
 
     def _poll(self, timeout_s: float) -> list[Completion]:
-        """Return the completions of all lanes. If a lane fails, first return those of the others."""
+        """Return the completions of all lanes. If a lane fails, return what the other lanes have completed first."""
         if self._failure is not None:
             raise self._failure
         settled = list[Completion]()

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from batchkit.commands import Say
 from batchkit.commands.plan.throughput import Wave
-from batchkit.commands.trial import tried
 from batchkit.commands.trial.measurement import TimedAnswer, answer_of, answers_in
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import max_num_seqs_of
 from batchkit.errors import BudgetError
 from batchkit.execution.engine_pool import EnginePool
+from batchkit.execution.run import tried
 from batchkit.execution.start import StartOptions
 from batchkit.execution.summary import RunSummary
 from batchkit.sources.input import Input

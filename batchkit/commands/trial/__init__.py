@@ -1,7 +1,7 @@
 """Trials: short runs of a job with other settings, measured from their output files.
 
 ``find-bs`` and ``tune`` measure settings with ``Trials``. Each trial is an ordinary run, which is kept in the folder of
-its command inside the job's run folder. ``plan`` starts a run with ``tried`` and reads its records.
+its command inside the job's run folder.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ from batchkit.engines.process.launcher import LOG
 from batchkit.engines.registry import holds_model
 from batchkit.errors import EngineError, InputError, Interrupted, JobError
 from batchkit.execution.engine_pool import EnginePool
-from batchkit.execution.run import start_run
+from batchkit.execution.run import tried
 from batchkit.execution.start import StartOptions
 from batchkit.execution.stop import StopRequest
-from batchkit.execution.summary import RunSummary
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.steps import renderer_of
 from batchkit.sources import count_rows, never
-from batchkit.sources.input import Input, from_job, why_empty
+from batchkit.sources.input import from_job, why_empty
 from batchkit.storage.log import RESULTS
 from batchkit.storage.metrics import read_metrics
 
@@ -50,26 +49,6 @@ OK, OOM = "ok", "OOM"
 LOOK_S = 0.1
 VECTORS_LAG_S = 1.0  # records of vectors are written once a second
 _LEAST_GPU_BYTES = 64 * 2**20  # less than a CUDA context, so the engine does not use the GPU
-
-
-def tried(
-    job: JobConfig,
-    source: Input | None,
-    options: StartOptions,
-    *,
-    kept: EnginePool | None = None,
-    stop: StopRequest | None = None,
-) -> RunSummary:
-    """Run ``job`` like ``start_run``, but raise an exception if the run did not end normally.
-
-    Raises:
-        BatchkitError: The run stopped, or could not begin.
-        Interrupted: A signal ended the run.
-    """
-    summary = start_run(job, source, options, kept=kept, stop=stop).checked()
-    if summary.exit >= 128:
-        raise Interrupted(summary.exit - 128)
-    return summary
 
 
 class Memory(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchkit.commands import Say
-from batchkit.commands.trial import OK, OOM, Trial, Trials, trials_folder, trials_of, tried
+from batchkit.commands.trial import OK, OOM, Trial, Trials, trials_folder, trials_of
 from batchkit.commands.tuning.find import LEAST_GAIN, bottleneck_of
 from batchkit.commands.tuning.known import TUNE, Known, Options, Tried, draw, words
 from batchkit.commands.tuning.options import (
@@ -37,6 +37,7 @@ from batchkit.config.tables import (
 from batchkit.engines.registry import changing_options, speed_options
 from batchkit.errors import JobError
 from batchkit.execution.places import engines_of
+from batchkit.execution.run import tried
 from batchkit.execution.start import StartOptions
 from batchkit.runs.compare import compare
 from batchkit.scoring.metrics import markdown

@@ -31,7 +31,7 @@ _LAST_BYTES = 65536  # large enough for stack dumps of many threads
 def log_of(log: Path, engine: str) -> Path:
     """Return the log file of the engine with this name: ``log`` for ``[engine]`` (name ""), a file beside it for
     ``[engines.NAME]``, and for each of several equal engines (name "#2")."""
-    name = engine.replace("#", "." if engine[:1] != "#" else "")
+    name = engine.replace("#", ".").lstrip(".")
     return log.with_name(f"{log.stem}.{name}{log.suffix}") if engine else log
 
 
