@@ -67,8 +67,6 @@ class Call(NamedTuple):
 
     step: str  # "" for a rollout that names none
     number: int  # counts the calls of a step, from 0
-    # Equal for equal requests, unless the row repeats a request (``execution/rollouts/open_row.py``).
-    request_hash: str
     engine: str = ""  # name in ``[engines]``, "" for ``[engine]``
 
     @property
@@ -252,6 +250,9 @@ class Request(Struct, frozen=True):
     # msgspec does not support a union of two such types.
     clips: Sequence[Any] = []
     speech: Speech | None = None  # set if the sound is to be transcribed
+    # Equal for equal requests to the same engine (``rendering/request_hash.py``), unless a row with several generations
+    # repeats a request (``execution/rollouts/open_row.py``). "" if the row was not rendered.
+    request_hash: str = ""
 
     @property
     def key(self) -> Key:
@@ -388,6 +389,9 @@ class Completion(Struct, frozen=True):
     selected: int | None = None  # number, from 0, of the choice that ``[select]`` picked
     votes: Mapping[str, int] | None = None  # choices for each prediction, if ``[select]`` counted
     transcript: Transcript | None = None  # transcript of a whole recording
+    # If the answer was copied from an equal request: the index of that row, or the folder of the other run.
+    duplicate_of: int | None = None
+    reused_from: str | None = None
 
     @property
     def choice(self) -> Choice | None:
@@ -461,6 +465,8 @@ class Counted(Struct, kw_only=True, omit_defaults=True):
     earlier_usage: Usage | None = None  # usage of earlier attempts in the same start
     generations: Count | None = None  # number of the row's generations, if it has several
     generations_lost: Count | None = None  # generations that ``steps.jsonl`` lost in a crash
+    duplicate_of: Count | None = None  # as in Completion
+    reused_from: str | None = None  # as in Completion
 
 
 class LoggedAnswer(Counted, kw_only=True, omit_defaults=True):
@@ -477,6 +483,7 @@ class LoggedAnswer(Counted, kw_only=True, omit_defaults=True):
     selected: Count | None = None  # as in Completion
     votes: Mapping[str, Count] | None = None  # as in Completion
     lora: str | None = None  # as in Request
+    request_hash: str | None = None  # as in Request; None if there was no request
 
 
 class Record(LoggedAnswer, kw_only=True, omit_defaults=True):

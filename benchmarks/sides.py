@@ -39,7 +39,7 @@ COSTS = "SIMULATED_ACCELERATOR"  # accelerator.py
 FIRST = "UNEVEN"  # uneven.py
 GENERATE_ALL = "generate(all)"
 BATCHES_OF_64 = "batches of 64"
-IN_ORDER = "batchkit, in order"  # … of its input: run.look_ahead = 0
+IN_ORDER = "batchkit, in order"  # … of its input: run.order = "input"
 BATCHES = {GENERATE_ALL: None, BATCHES_OF_64: 64}
 EMBED_ALL = "embed(all)"
 SPEECH_RATE = 16_000  # of the demo speech model
@@ -242,7 +242,7 @@ def main() -> None:
     task = json.load(sys.stdin)
     rows, cpu = Path(task["rows"]), HostCpu()
     if task["side"] in ("batchkit", IN_ORDER):
-        in_order = ["run.look_ahead=0"] if task["side"] == IN_ORDER else []
+        in_order = ["run.order=input"] if task["side"] == IN_ORDER else []
         overrides = task["overrides"] + in_order
         found = run_batchkit(task["job"], rows, overrides, hold_back=task["hold_back"])
     elif task["side"] == EMBED_ALL:

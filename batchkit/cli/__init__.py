@@ -137,6 +137,14 @@ def cli() -> None:
     metavar="RUN",
     help="Skip rows that are ok in RUN. Rows match by id or, without input.id, by index and fields.",
 )
+@of_key(
+    "run.reuse",
+    "--reuse",
+    "Copy answers to equal requests from the run in this folder. May be repeated.",
+    metavar="RUN",
+    multiple=True,
+    callback=lambda context, option, given: given or None,
+)
 @options.TRUST
 @click.option(
     "--dry-run", is_flag=True, help="Print the first 3 rows as the engine would get them, and exit."

@@ -25,6 +25,7 @@ from batchkit.config.tables import (
     MediaTable,
     PromptTable,
     RolloutTable,
+    RunTable,
     ScoringTable,
 )
 from batchkit.config.terminal import shortened
@@ -302,6 +303,7 @@ def resolve_paths(job: JobConfig, base: Path) -> JobConfig:
     update: dict[str, Any] = {
         "prompt": _with_files_found(job.prompt, base, "prompt"),
         "scoring": _scoring_resolved(job.scoring, base),
+        "run": _run_resolved(job.run, base),
         "output": job.output.model_copy(update={"dir": os.path.realpath(at_home(job.output.dir))}),
         "steps": [
             step.model_copy(
@@ -396,10 +398,21 @@ def _with_loras_found(engine: EngineTable, base: Path) -> EngineTable:
 def _scoring_resolved(scoring: ScoringTable, base: Path) -> ScoringTable:
     if scoring.reference_run is None:
         return scoring
-    run = _find(scoring.reference_run, base, "scoring.reference_run")
-    if not run.exists():  # the run may be created later, below the working directory
-        run = Path.cwd() / scoring.reference_run
-    return scoring.model_copy(update={"reference_run": str(run)})
+    run = _run_folder(scoring.reference_run, base, "scoring.reference_run")
+    return scoring.model_copy(update={"reference_run": run})
+
+
+def _run_resolved(run: RunTable, base: Path) -> RunTable:
+    if not run.reuse:
+        return run
+    found = [_run_folder(name, base, "run.reuse") for name in run.reuse]
+    return run.model_copy(update={"reuse": found})
+
+
+def _run_folder(name: str, base: Path, key: str) -> str:
+    """Return the path of another run's folder. It may be created later, below the working directory."""
+    found = _find(name, base, key)
+    return str(found if found.exists() else Path.cwd() / name)
 
 
 def _rollout_resolved(rollout: RolloutTable, base: Path) -> RolloutTable:

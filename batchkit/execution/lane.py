@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from batchkit.config.seams import LAYERS
 from batchkit.errors import BatchkitError, EngineError, Interrupted
+from batchkit.execution.deduplicate import Answers, Deduplicate
 from batchkit.execution.engine_layer import EngineLayer
 from batchkit.execution.engine_pool import RunEngines
 from batchkit.execution.events import EngineMessage, Load, Note
@@ -29,6 +30,7 @@ class Lane:
     The constructor loads the model.
 
     - ``place``: the place of its engine.
+    - ``answers``: answers that equal requests can copy.
     - ``name``: name in ``[engines]``; "" for ``[engine]``.
     - ``max_num_seqs``, ``versions``: as the engine reported them after loading.
 
@@ -36,7 +38,14 @@ class Lane:
         JobError, EngineError: the model can't be loaded.
     """
 
-    def __init__(self, start: Start, place: Place, requests: Requests, engines: RunEngines) -> None:
+    def __init__(
+        self,
+        start: Start,
+        place: Place,
+        requests: Requests,
+        engines: RunEngines,
+        answers: Answers,
+    ) -> None:
         self.name = place.name
         self._requests, self._hear = requests, engines.hear_of(place)
         self._open: dict[Key, str] = {}  # row ids of the requests in the layers and the engine
@@ -52,7 +61,7 @@ class Lane:
             for layer, parameters in reversed(self._added.items()):
                 with self._named_faults():
                     stack = LAYERS.load(layer)(stack, **parameters)
-            self._stack = Retry(stack, start)
+            self._stack = Retry(Deduplicate(stack, answers), start)
             held.callback(self._stack.close)
             self._held = held.pop_all()
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, Interrupted, JobError
 from batchkit.execution.cluster.pool import RayPool
+from batchkit.execution.deduplicate import Answers
 from batchkit.execution.engine_notes import EngineNotes
 from batchkit.execution.engine_pool import EnginePool, EngineSpec, Pool, RunEngines
 from batchkit.execution.first_rows import hints
@@ -58,7 +59,7 @@ class Loop:
         self._tokens_before = run.ledger.usage
         self._loads_s: list[float] = []
         self._seconds = 0.0
-        self._retried = 0
+        self._retried = self._n_deduplicated = self._n_reused = 0
         self._next_sync = self._next_note = 0.0
         self._began = time.monotonic()
 
@@ -124,10 +125,14 @@ class Loop:
         loaded."""
         tasks = self._tasks
         for line in lines:
+            if isinstance(line, PausedRow):
+                tasks.turns.pause(line)
+                continue
             if isinstance(line, RecordLine):
                 tasks.count(line.record)
-            elif isinstance(line, PausedRow):
-                tasks.turns.pause(line)
+            answer = line.record if isinstance(line, RecordLine) else line.generation
+            self._n_deduplicated += answer.duplicate_of is not None
+            self._n_reused += answer.reused_from is not None
         self._run.ledger.write(line for line in lines if not isinstance(line, PausedRow))
         pool.note_written()
         if tasks.failed:
@@ -200,8 +205,11 @@ class Loop:
                 requests = requests_of(start, due, engines, may_wait=tasks.may_wait)
                 opened = RunEngines(start, kept, places, self._notes.hear, known=known, guard=guard)
                 held.enter_context(closing(requests))
+                run = self._run
+                answers = Answers(start, run.folder, run.ledger.flush, run.reused)
+                held.enter_context(closing(answers))
                 with self._screen.waiting("loading the model"):
-                    pool = Worker(start, requests, opened)
+                    pool = Worker(start, requests, opened, answers)
             held.enter_context(closing(pool))
             self._loads_s.append(time.monotonic() - started)
             yield pool
@@ -282,6 +290,8 @@ class Loop:
             failed=totals.failed,
             skipped=tasks.resumed + tasks.elsewhere,
             retried=self._retried,
+            reused=self._n_reused,
+            deduplicated=self._n_deduplicated,
             seconds=round(self._seconds, 3),
             load_seconds=round(sum(self._loads_s), 3),
             prompt_tokens=usage.prompt_tokens - before.prompt_tokens,

@@ -18,11 +18,16 @@ class RowRequests:
 
     def __init__(self, start: Start, tasks: Iterator[Task], *, may_wait: bool) -> None:
         job, renderer = start.job, start.renderer
+
+        def made(task: Task) -> Request | Completion:
+            rendered = render_or_fail(renderer, task.row, task.attempt)
+            return start.hashes.hashed(rendered) if isinstance(rendered, Request) else rendered
+
         # For light rows, more threads would only wait for the GIL.
         is_light = not (renderer.takes_long or renderer.opens_files)
         self._ahead: Prefetch[Task, Request | Completion] = Prefetch(
             tasks,
-            lambda task: render_or_fail(renderer, task.row, task.attempt),
+            made,
             threads=1 if is_light else job.run.render_threads,
             ahead=AHEAD,
             held=HeldMedia(job.media.max_memory_bytes, start.options.media_holders),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,6 +201,12 @@ def _moves(records: Iterable[dict[str, Any]], rows: _Rows, keep_records: bool) -
     return moves
 
 
+def _original(index: int | None, moves: Mapping[int, _Move]) -> int | None:
+    """Return the new index of the row with the original of a copied answer; None if its record is not kept."""
+    move = None if index is None else moves.get(index)
+    return move.to if move is not None and move.has_record else None
+
+
 def _copy(run: Path, folder: Path, rows: _Rows, keep_records: bool) -> tuple[int, int, int]:
     """Write the records and generations that are kept to ``folder``, with a checkpoint.
 
@@ -219,6 +225,8 @@ def _copy(run: Path, folder: Path, rows: _Rows, keep_records: bool) -> tuple[int
                     vector = vectors.of(record)
                     del record["embedding"]
                 record |= {"index": to, "id": rows.key(to, record["id"])}
+                if (original := _original(record.pop("duplicate_of", None), moves)) is not None:
+                    record["duplicate_of"] = original
                 yield rewritten(record, vector)
 
     def generations() -> Iterator[GenerationLine]:
@@ -233,7 +241,8 @@ def _copy(run: Path, folder: Path, rows: _Rows, keep_records: bool) -> tuple[int
             to, has_record = moves[was]
             if to is None or not (has_record or line.record.status == "ok"):
                 continue
-            moved = replace(line.record, index=to, id=key)
+            original = _original(line.record.duplicate_of, moves)
+            moved = replace(line.record, index=to, id=key, duplicate_of=original)
             if has_record:
                 yield line_with(moved)
             else:

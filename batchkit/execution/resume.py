@@ -29,6 +29,7 @@ from batchkit.errors import (
 from batchkit.execution.parity import can_be_checked, unchecked
 from batchkit.execution.repair import repair_held
 from batchkit.execution.requeue import finish_requeue, requeue
+from batchkit.execution.reuse import reusable
 from batchkit.execution.start import Start
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.runs.verify import Compared
@@ -70,6 +71,7 @@ class OpenRun(NamedTuple):
     - ``messages``: lines for the log about opening the folder.
     - ``unchecked``: changed options, by key of the identity. The run may continue with them only after
       ``parity.check``, and ``accept`` notes them.
+    - ``reused``: the folders in ``run.reuse`` whose answers hold for this run.
     """
 
     folder: Path
@@ -78,6 +80,7 @@ class OpenRun(NamedTuple):
     starts: StartLog
     messages: list[str]
     unchecked: Mapping[str, Any]
+    reused: Sequence[Path]
 
     def accept(self, job: JobConfig) -> None:
         """Note that the run continues with the ``unchecked`` options of ``job``."""
@@ -139,7 +142,8 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
         if not changed:
             write_job(folder, job)
         ledger = _open_ledger(folder, lock, messages)
-        run = OpenRun(folder, ledger, manifest, starts, messages, changed)
+        reused = [*reusable(start.job, messages.append)]
+        run = OpenRun(folder, ledger, manifest, starts, messages, changed, reused)
         run.save()
         with _closing(run):
             yield run

@@ -18,6 +18,7 @@ from batchkit.execution.loop import Loop
 from batchkit.execution.places import places_of
 from batchkit.execution.prometheus import exporting
 from batchkit.execution.resume import OpenRun, open_run
+from batchkit.execution.reuse import check_reuse
 from batchkit.execution.screen import Screen
 from batchkit.execution.start import Start, StartOptions
 from batchkit.execution.stop import Stop, StopRequest
@@ -94,6 +95,7 @@ def _check_before(start: Start, source: Input) -> None:
     job, other = start.job, start.options.skip_from
     if other is not None and not is_run(other):
         raise JobError(f"--skip-from {other}: not a run folder{near_run(other)}")
+    check_reuse(job)
     if start.references and source.files is not None:
         check_one_row_each(start.references, shared_ids(job, source))
     groups, why, environments = grouping_of(job)

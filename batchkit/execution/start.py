@@ -12,6 +12,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.execution.selection import Selection
 from batchkit.rendering.held_media import Holders
 from batchkit.rendering.renderer import AdjustSampling
+from batchkit.rendering.request_hash import RequestHashes
 from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.scoring import Scoring, kept_fields, scoring_of_steps
@@ -96,6 +97,10 @@ class Start:
     @cached_property
     def renderer(self) -> Renderer:
         return renderer_of(self.job, adjust_sampling=self.options.adjust_sampling)
+
+    @cached_property
+    def hashes(self) -> RequestHashes:
+        return RequestHashes(self.job)
 
     @cached_property
     def selection(self) -> Selection:

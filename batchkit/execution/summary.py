@@ -43,6 +43,8 @@ class RunSummary:
     failed: int
     skipped: int  # rows settled before this start
     retried: int  # retries within this start
+    reused: int  # answers copied from the runs in ``run.reuse``
+    deduplicated: int  # answers copied from equal requests of this run
     seconds: float  # while the engine was loaded, without the loading
     load_seconds: float
     prompt_tokens: int
@@ -81,6 +83,9 @@ class RunSummary:
         if self.generations:
             done = f"{done}, {self.generations:,} generations"
         lines = [f"{done}; {self.skipped:,} were done before; {self.seconds:.1f} s, {rates}"]
+        copied = {"equal requests": self.deduplicated, "other runs": self.reused}
+        if parts := [f"{n:,} from {source}" for source, n in copied.items() if n]:
+            lines.append(f"answers copied: {', '.join(parts)}")
         if self.price is not None:
             lines.append(f"price so far: {number(self.price)}")
         if self.uncovered:

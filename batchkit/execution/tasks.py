@@ -22,6 +22,13 @@ from batchkit.execution.first_rows import (
 )
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
+from batchkit.rendering.answer_lengths import AnswerLengths, kinds_of
+from batchkit.rendering.global_order import (
+    first_block,
+    ordered_in_memory,
+    ordered_on_disk,
+    worth_ordering,
+)
 from batchkit.rendering.ordering import well_ordered
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.sources import never, read_rows
@@ -38,6 +45,10 @@ from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest_lines import NewestLog, read_newest
 from batchkit.types import Counted, Row, Task
 
+_LEARNED_FROM = 512  # the first rows all show how long answers are; later, each 16th
+_EACH_LEARNED = 16
+_COUNTED_WITHIN_S = 10.0
+
 
 class Tasks:
     """The pending rows of one start, in the order in which they will run, and counts of their outcomes.
@@ -47,6 +58,7 @@ class Tasks:
     - ``say``: writes a line to the log.
     - ``elsewhere``: number of rows that were skipped because another run has answered them.
     - ``settled``, ``failed``: numbers of rows in this start.
+    - ``lengths``: the lengths of answers so far.
     """
 
     def __init__(
@@ -55,6 +67,8 @@ class Tasks:
         self._start, self._run, self.input = start, run, WatchedInput(start, run, source)
         self._total, self._say = Total(source), say
         self.turns = Turns(start.job, say)
+        self.lengths = AnswerLengths()
+        self._kinds = dict[int, Sequence[str]]()  # of rows in progress whose lengths are learned
         self._attempts = _still_due(run, start.options.attempts)
         totals = run.ledger.totals
         again = sum(map(totals.is_settled, self._attempts))
@@ -126,16 +140,33 @@ class Tasks:
         starts.learn(turn=None)
 
     def of_turn(self) -> Iterator[Task]:
-        """Return the tasks to run with the loaded engines, reordered within ``run.look_ahead`` rows."""
-        look_ahead = self._start.job.run.look_ahead
-        ordered: Iterator[tuple[Row, int]] = ((row, 0) for row in self._rows)
-        if look_ahead > 1 and not self.may_wait:  # an iterator may give its rows slowly
-            ordered = well_ordered(self._rows, self._start.renderer.hint, look_ahead)
-        attempts = self._attempts
-        return (
-            Task(row, attempts.get(row.index, 0) + 1, group, self.known(row.index))
-            for row, group in ordered
-        )
+        """Return the tasks to run with the loaded engines, in the order of ``run.order``."""
+        yield from (self._task(row, group) for row, group in self._ordered())
+
+    def _ordered(self) -> Iterator[tuple[Row, int]]:
+        """Yield the rows of a turn in the order of ``run.order``, each with the number of its group, 0 if unknown."""
+        run, hint, expect = self._start.job.run, self._start.renderer.hint, self.lengths.expected
+        if run.order == "input" or self.may_wait:  # an iterator may give its rows slowly
+            return ((row, 0) for row in self._rows)
+        if run.order != "window":
+            block = first_block(self._rows, hint)
+            self.total(_COUNTED_WITHIN_S)
+            if block.is_all:
+                return ordered_in_memory(block.rows, block.hints, expect)
+            is_worth_it = worth_ordering(block, self.left, run.look_ahead)
+            self._rows = chain(block.rows, self._rows)
+            if run.order == "global" or is_worth_it:
+                self._say(
+                    "reading all rows, to bring together those that share a beginning (run.order)"
+                )
+                return ordered_on_disk(self._rows, self._only, hint, expect)
+        return well_ordered(self._rows, hint, run.look_ahead, expect)
+
+    def _task(self, row: Row, group: int) -> Task:
+        if row.index % _EACH_LEARNED == 0 or self.lengths.n_rows < _LEARNED_FROM:
+            self._kinds[row.index] = kinds_of(self._start.renderer.hint(row))
+        attempt = self._attempts.get(row.index, 0) + 1
+        return Task(row, attempt, group, self.known(row.index))
 
     def known(self, index: int) -> Sequence[Mapping[str, Any]]:
         """Return the generations of the row that are in the ledger."""
@@ -149,6 +180,9 @@ class Tasks:
     def count(self, record: Counted) -> None:
         """Count a row whose record is about to be written."""
         self.settled += 1
+        kinds = self._kinds.pop(record.index, None)
+        if kinds is not None and record.status == "ok" and record.usage is not None:
+            self.lengths.learn(kinds, record.usage.completion_tokens)
         self.failed += record.status == "failed"
         self._first_failures.note(record)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from batchkit.config.loading import learn_secrets
 from batchkit.errors import BatchkitError
 from batchkit.execution.completions import SettledLine, to_line
+from batchkit.execution.deduplicate import Answers
 from batchkit.execution.engine_pool import RunEngines
 from batchkit.execution.events import Load, Message
 from batchkit.execution.lane import POLL_S, Lane
@@ -48,12 +49,15 @@ class Worker:
     the models.
 
     - ``opened``: the engines to load.
+    - ``answers``: answers that equal requests can copy.
 
     Raises:
         JobError, EngineError: the model can't be loaded.
     """
 
-    def __init__(self, start: Start, requests: Requests, opened: RunEngines) -> None:
+    def __init__(
+        self, start: Start, requests: Requests, opened: RunEngines, answers: Answers
+    ) -> None:
         learn_secrets(start.job)  # a worker on Ray is another process, which must mask secrets, too
         self._start, self._requests = start, requests
         self._hear = opened.hear
@@ -63,7 +67,7 @@ class Worker:
         with ExitStack() as held:
             opened.prepare()
             for place in opened.places:
-                lane = Lane(start, place, requests, opened)
+                lane = Lane(start, place, requests, opened, answers)
                 held.enter_context(closing(lane))
                 self._lanes.append(lane)
             self._held = held.pop_all()

@@ -4,7 +4,7 @@
   the prefix cache of one adapter is of no use to another.
 - Rows with the same images or the same prefix run next to each other, because the engine caches images and prefixes
   only for a while.
-- At the end of the input, rows with the longest allowed answers run first, because a long answer that begins last would
+- At the end of the input, rows with the longest expected answers run first, because a long answer that begins last would
   run alone in the engine.
 
 Rows are moved only within a limited look-ahead. Rows with nothing in common keep their order.
@@ -30,7 +30,10 @@ _Seen = tuple[RowHint, Row, int]  # the number: size of the row's fields in byte
 
 
 def well_ordered(
-    rows: Iterator[Row], hint: Callable[[Row], RowHint], look_ahead: int
+    rows: Iterator[Row],
+    hint: Callable[[Row], RowHint],
+    look_ahead: int,
+    expect: Callable[[RowHint], float] = lambda hint: hint.max_tokens,
 ) -> Iterator[tuple[Row, int]]:
     """Yield all ``rows`` in the order for the engine, each with a group number. Adjacent rows with the same prefix have
     the same number.
@@ -38,7 +41,8 @@ def well_ordered(
     Up to ``look_ahead`` rows are held back, fewer if they exceed ``LOOK_AHEAD_BYTES``. A row is overtaken by at most
     twice ``look_ahead`` rows. An error from reading is raised after all rows read before the error were yielded.
 
-    ``hint``: forecasts a row's request.
+    - ``hint``: forecasts a row's request.
+    - ``expect``: returns the expected length of a row's answer.
     """
     coming: list[_Seen] = []
     lora = ""  # adapter of the row yielded last
@@ -61,9 +65,9 @@ def well_ordered(
     except Exception as error:
         broken = error
     held = [*(seen for _, seen in going), *coming]
-    last = sorted(held, key=lambda seen: -seen[0].max_tokens)
-    for _, equally_long in groupby(last, key=lambda seen: seen[0].max_tokens):
-        for group, (seen, row, _) in _grouped(list(equally_long), lora):
+    last = sorted(((expect(seen[0]), seen) for seen in held), key=lambda one: -one[0])
+    for _, equally_long in groupby(last, key=lambda one: one[0]):
+        for group, (seen, row, _) in _grouped([its for _, its in equally_long], lora):
             lora = seen.lora
             yield row, group
     if broken is not None:

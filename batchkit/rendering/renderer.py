@@ -201,7 +201,10 @@ class PromptRenderer:
             shorter = self._request(row, fields, request.attempt, request.input_hash, request.note)
         except RowError:  # the template can't be rendered with the cut text
             return None
-        return replace(shorter, sampling=request.sampling, media_bytes=request.media_bytes, cut=cut)
+        kept = {
+            name: getattr(request, name) for name in ("sampling", "media_bytes", "request_hash")
+        }
+        return replace(shorter, cut=cut, **kept)
 
     def sources(self, row: Row) -> list[tuple[str, Any]]:
         """Return (kind, source) for each image of the row, then for each clip. No file is opened.

@@ -122,7 +122,7 @@ class StepsRenderer:
         for step in self.job.steps:
             seen = with_answers(row, answers)
             if self.runs(step.name, seen):
-                call = Call(step.name, 0, "", step.engine)
+                call = Call(step.name, 0, step.engine)
                 made = self._by_name[step.name].render(seen, attempt, input_hash(row.fields))
                 return replace(made, row=row, call=call)
             answers[step.name] = {"skipped": True}

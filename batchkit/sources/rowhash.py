@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -25,16 +26,21 @@ def input_hash(fields: Mapping[str, Any]) -> str:
 
     Within a field, the order of keys matters, because a prompt may show it.
     """
-    in_order = dict(sorted(fields.items(), key=lambda field: str(field[0])))
+    in_order = {name: fields[name] for name in _in_order(tuple(fields))}
     try:
         content = _ENCODER.encode(in_order)
     # An integer beyond 64 bits, invalid Unicode, or an error in a value's own code.
     except Exception:
-        content = _ENCODER.encode(_plain(in_order))
+        content = _ENCODER.encode(hashable(in_order))
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def _content(value: Any) -> Any:
+@lru_cache(maxsize=64)  # most rows have the same fields
+def _in_order(names: tuple[Any, ...]) -> Sequence[Any]:
+    return sorted(names, key=str)
+
+
+def content_of(value: Any) -> Any:
     """Return the full content of a value that has no JSON type. ``repr`` is the last choice, because it may be an
     address or leave out content."""
     kind = type(value).__name__
@@ -58,12 +64,12 @@ def _digest(value: Any) -> bytes:
     return hashlib.blake2b(value.tobytes(), digest_size=16).digest()
 
 
-def _plain(value: Any) -> Any:
+def hashable(value: Any) -> Any:
     """Return ``value`` in types that the encoder accepts."""
     if isinstance(value, Mapping):
-        return [[_plain(key), _plain(part)] for key, part in value.items()]
+        return [[hashable(key), hashable(part)] for key, part in value.items()]
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [hashable(part) for part in value]
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace")
     if value is None or isinstance(value, bool | float | bytes):
@@ -71,7 +77,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int):
         return hex(value)
     try:
-        return _plain(_content(value))
+        return hashable(content_of(value))
     except Exception:  # the value's own code runs here
         return f"({type(value).__name__})"
 
@@ -106,4 +112,4 @@ def _look_of(picture: Any) -> list[Any]:
     return [mode, palette, repr(picture.info.get("transparency")), orientation]
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_content)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=content_of)

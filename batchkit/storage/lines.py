@@ -31,7 +31,6 @@ class Generation(LoggedAnswer, kw_only=True, omit_defaults=True):
 
     step: str
     call: Count
-    request_hash: str
     engine: str | None = None
     replay: Literal["fresh"] | None = None
 

@@ -59,6 +59,9 @@ def answer_of(
         "selected": completion.selected if keeps else None,
         "votes": completion.votes if keeps else None,
         "lora": request.lora and masked_text(request.lora),
+        "request_hash": request.request_hash or None,
+        "duplicate_of": completion.duplicate_of,
+        "reused_from": completion.reused_from,
     }
 
 

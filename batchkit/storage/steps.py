@@ -43,7 +43,6 @@ def generation_line(completion: Completion) -> GenerationLine:
         **answer_of(completion, completion.choices, of_failed=True),
         step=call.step,
         call=call.number,
-        request_hash=call.request_hash,
         engine=call.engine or None,
     )
     return line_with(generation)

@@ -68,7 +68,7 @@ WHOLE = Request(
     parallel_tool_calls=False,
     chat_template_kwargs={"enable_thinking": False},
     pair=types.Pair(PARTS, ["one", PARTS], is_list=True),
-    call=types.Call("draft", 2, "fedcba9876543210", "judge"),
+    call=types.Call("draft", 2, "judge"),
 )
 NOBODY = Request(Row(0, "", {}), None, None, {}, "")
 ANSWERED = Completion(

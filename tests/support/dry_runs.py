@@ -135,7 +135,7 @@ def process(rows: Any, **options: Any) -> Any:
 
 def rows_that_fail(n: int, every: int) -> None:
     """Every ``every``-th row lacks the field that the template asks for."""
-    write_rows([{"other": "x"} if k % every == every - 1 else {"q": "x"} for k in range(n)])
+    write_rows([{"other": "x"} if k % every == every - 1 else {"q": f"x {k}"} for k in range(n)])
 
 
 def n_records() -> int:

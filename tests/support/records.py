@@ -40,8 +40,8 @@ def record(
 def generation(index: int, text: str = "yes", step: str = "draft") -> GenerationLine:
     """One that the row was answered."""
     row = Row(index, f"q{index}", {})
-    call = Call(step, 0, "0123456789abcdef")
-    request = Request(row, None, text, {}, "0123456789abcdef", call=call)
+    call = Call(step, 0)
+    request = Request(row, None, text, {}, "", call=call, request_hash="0" * 32)
     return generation_line(Completion(request, [Choice(text, "stop")], Usage(3, 2), 0.25))
 
 

@@ -34,9 +34,22 @@ class RunTable(Table):
     """Maximum number of requests submitted to the engine at a time. `auto` adapts it to the engine."""
     render_threads: Free[int] = Field(4, ge=1, le=256)
     """Number of threads that render prompts and decode images ahead of the engine."""
-    look_ahead: Free[NonNegativeInt] = 1024
-    """Number of rows read ahead and reordered: rows that share an image or a prefix run together, and the rows with
-    the largest `max_tokens` come first at the end of the input. 0 keeps the order of the input."""
+    order: Free[Literal["auto", "input", "window", "global"]] = "auto"
+    """The order in which rows run; results stay in the order of the input. `window`: within `look_ahead` rows, rows that
+    share an image, a prefix or an adapter run together, and at the end of the input, the rows with the longest expected
+    answers run first. `global`: the same over the whole input, which is read twice. `input`: the order of the input.
+    `auto`: `global` if the input is small, or if its first rows show that it is worth it; otherwise `window`
+    (docs/planning.md)."""
+    look_ahead: Free[PositiveInt] = 1024
+    """Number of rows that are read ahead and reordered with `order = "window"`."""
+    deduplicate: Free[bool] = True
+    """Compute equal requests once. The other rows get the same answer, without `usage` and with `duplicate_of`, the
+    index of the row that was computed. Requests are equal if prompt, media, parameters and adapter are. It applies to
+    greedy decoding, to requests with a seed, and to tasks without text (docs/planning.md)."""
+    reuse: Free[list[str]] = Field([])
+    """Folders of other runs, whose answers to equal requests are copied instead of computed, with `reused_from`. It
+    applies to the same requests as `deduplicate`, if the other run had the same model and the same engine options
+    (docs/planning.md)."""
     checkpoint_interval_s: Free[PositiveSeconds] = 5.0
     """Seconds between checkpoints. A checkpoint syncs the log to disk (fsync) and then updates `checkpoint.json`."""
     fail_on_error: Free[bool | NonNegativeInt | Annotated[float, Field(ge=0, lt=1)]] = False

@@ -25,6 +25,7 @@ from msgspec import structs
 from batchkit.engines import mps
 from batchkit.engines.process.launcher import LOG
 from batchkit.errors import BatchkitError, EngineError, JobError
+from batchkit.execution.deduplicate import Answers
 from batchkit.execution.engine_pool import EnginePool, RunEngines
 from batchkit.execution.engine_turns import grouping_of
 from batchkit.execution.events import EngineHistory, Event, Load
@@ -143,7 +144,7 @@ class Actor:
                 job = self._start.job
                 places = places_of(job, self._engines, grouping_of(job).environments)
                 opened = RunEngines(self._start, engines, places, self._hear, known=known)
-                worker = Worker(self._start, requests, opened)
+                worker = Worker(self._start, requests, opened, Answers(self._start))
                 held.enter_context(closing(worker))
                 self._answer(worker)
         except JobError as error:

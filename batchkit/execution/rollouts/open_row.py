@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
 
-from batchkit.config.server_command import what_decides_answers
-from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.errors import ReplayError, RowError
 from batchkit.execution.completions import resolved
 from batchkit.execution.start import Start
@@ -98,7 +96,7 @@ class OpenRow:
         Raises:
             RowError: raised by ``render``.
         """
-        call = Call(step, self._calls[step], "", engine)
+        call = Call(step, self._calls[step], engine)
         self._calls[step] += 1
 
         def named() -> Request | None:
@@ -158,17 +156,17 @@ class OpenRow:
     def _with_call(self, request: Request, call: Call) -> Request:
         """Return ``request`` as generation ``call`` of this row, with the request's hash and the row's attempt
         number."""
-        attempt, asked = self.task.attempt, request_hash(request, self._start.job, call.engine)
-        sampling = with_temperature(request.sampling, attempt, self._start.job.retry)
-        call = call._replace(request_hash=asked)
-        return replace(request, call=call, attempt=attempt, sampling=sampling, input_hash=asked)
+        attempt, retry = self.task.attempt, self._start.job.retry
+        named = self._start.hashes.hashed(replace(request, call=call))
+        sampling = with_temperature(request.sampling, attempt, retry)
+        return replace(named, attempt=attempt, sampling=sampling, input_hash=named.request_hash)
 
     async def _completion(self, request: Request) -> Completion:
         """Return the recorded completion of ``request``; without one, send it to the engine and wait."""
         assert request.call is not None
-        call, line = self._replay.find(request.call)
+        request, line = self._replay.find(request)
         if line is None:
-            return await self._rollouts.generated(self, replace(request, call=call))
+            return await self._rollouts.generated(self, request)
         self._rollouts.renders.free(request)
         await asyncio.sleep(0)  # let concurrent calls run first, as they would with an engine
         return resolved(self._start, completion_of(line, request))
@@ -198,23 +196,25 @@ class Replay:
         self._asked = Counter[tuple[str, str]]()
         self._new: Call | None = None
 
-    def find(self, call: Call) -> tuple[Call, Mapping[str, Any] | None]:
-        """Return ``call`` and its recorded generation.
+    def find(self, request: Request) -> tuple[Request, Mapping[str, Any] | None]:
+        """Return ``request`` and its recorded generation.
 
-        If there is no recorded generation, return ``call`` with the next unused number, and None. The ledger will store
-        the new generation under this number.
+        If there is no recorded generation, return ``request`` with the next unused number of a call, and None. The
+        ledger will store the new generation under this number.
         """
-        times = self._asked[call.step, call.request_hash]
-        self._asked[call.step, call.request_hash] += 1
-        asked = _hash_of_equal(call.request_hash, times)
+        call = request.call
+        assert call is not None
+        times = self._asked[call.step, request.request_hash]
+        self._asked[call.step, request.request_hash] += 1
+        asked = _hash_of_equal(request.request_hash, times)
         if (found := self._left.pop((call.step, asked), None)) is not None:
-            return call, found
+            return request, found
         self._new = self._new or call
         number = call.number
         while (call.step, number) in self._taken:
             number += 1
         self._taken.add((call.step, number))
-        return call._replace(number=number, request_hash=asked), None
+        return replace(request, call=call._replace(number=number), request_hash=asked), None
 
     @property
     def fault(self) -> ReplayError | None:
@@ -226,32 +226,6 @@ class Replay:
             " rollout's function is not deterministic; let the function depend only on the row and on answers"
             ' (a seed for random numbers, no clock), or set output.replay = "fresh"'
         )
-
-
-def request_hash(request: Request, job: JobConfig, engine: str) -> str:
-    """Return 16 hex digits that are equal for equal requests to the same engine with the same model.
-
-    The model is included because a retry may use another model.
-    """
-    asked = {
-        "messages": request.messages,
-        "prompt": request.prompt,
-        "sampling": request.sampling,
-        "tools": request.tools,
-        "tool_choice": request.tool_choice,
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "chat_template_kwargs": request.chat_template_kwargs,
-        **({} if request.lora is None else {"lora": request.lora}),
-        **({} if request.speech is None else {"speech": [*request.speech, *request.clips]}),
-        "engine": [engine, *_model(job.engines[engine] if engine else job.engine)],
-    }
-    return input_hash(asked)
-
-
-def _model(engine: EngineTable) -> tuple[Any, ...]:
-    command = None if engine.server is None else engine.server.command
-    served = None if command is None else what_decides_answers(command)
-    return engine.kind, engine.model, engine.lora, engine.options.get("revision"), served
 
 
 def _hash_of_equal(request_hash: str, times: int) -> str:

@@ -1,0 +1,201 @@
+"""Answers of a run by request hash: an index of its log on disk, and a set of hashes in memory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+import tempfile
+import zlib
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from batchkit.config.regular_file import open_regular
+from batchkit.errors import StoreError
+from batchkit.storage.files import open_private
+from batchkit.storage.lines import failure_kind
+from batchkit.storage.log import opened_log
+
+INDEX = "answers.index"
+_HASH = re.compile(rb'"request_hash":"([0-9a-f]{32})"')
+_IS_OK = b'"status":"ok"'
+_HEADER = struct.Struct(
+    "<8sQQQQ"
+)  # magic, slots, used slots, end of the indexed part, its checksum
+_MAGIC = b"answers1"
+_FIRST_SLOT = 64
+_SLOT = struct.Struct("<8sQ")  # the beginning of a hash, and the offset of its line plus 1
+_SLOTS_AT_ONCE = 4
+_LEAST_SLOTS = 2**12
+_LINE_BYTES = 2**14  # read first; most lines are shorter
+_CHECKED_BYTES = 256  # before the end of the indexed part
+
+
+class AnswerIndex:
+    """An index of the answers in ``log``, a ``results.jsonl`` or ``steps.jsonl``, by request hash.
+
+    It is a hash table in the file ``answers.index`` beside the log, with 16 bytes for each slot. It is built once, and
+    continued when the log has grown. Memory does not grow with the log. If another process holds the file, or the
+    folder can't be written, the index is built in a temporary file. The file is a cache and may be deleted.
+
+    Raises:
+        StoreError: the log can't be read.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self._path = log
+        try:
+            self._log = open_regular(log)
+        except OSError as error:
+            raise StoreError(f"{log}: can't be read: {error.strerror or error}") from error
+        self._file = _table_beside(log)
+        magic, *header = _HEADER.unpack(os.pread(self._file, _HEADER.size, 0).ljust(_HEADER.size))
+        self._n_slots, self._n_used, self._end, checksum = header
+        if magic != _MAGIC or checksum != self._checksum():
+            self._clear(_LEAST_SLOTS)
+        self.update()
+
+    def find(self, request_hash: str) -> dict[str, Any] | None:
+        """Return the line of an answer to a request with this hash, or None if there is none in the indexed part."""
+        key = bytes.fromhex(request_hash)[:8]
+        for offset in self._offsets(key):
+            line: dict[str, Any] = orjson.loads(self._line(offset))
+            if line.get("request_hash") == request_hash and failure_kind(line) is None:
+                return line
+        return None
+
+    def update(self) -> None:
+        """Add the lines that were written to the log since the last update."""
+        size = os.fstat(self._log.fileno()).st_size
+        if size == self._end:
+            return
+        self._log.seek(self._end)
+        with os.fdopen(os.dup(self._log.fileno()), "rb") as lines:
+            for raw in lines:
+                if not raw.endswith(b"\n"):
+                    break
+                if 2 * self._n_used > self._n_slots:
+                    self._clear(4 * self._n_slots)
+                    lines.seek(0)
+                    continue
+                if _IS_OK in raw and (found := _HASH.search(raw)) is not None:
+                    self._add(bytes.fromhex(found[1].decode())[:8], self._end)
+                self._end += len(raw)
+        self._write_header()
+
+    def close(self) -> None:
+        self._log.close()
+        os.close(self._file)
+
+    def _offsets(self, key: bytes) -> Iterator[int]:
+        """Yield the offsets of lines whose hash begins with ``key``."""
+        for _, found, place in self._probed(key):
+            if not place:
+                return
+            if found == key:
+                yield place - 1
+
+    def _add(self, key: bytes, offset: int) -> None:
+        """Add a line, unless a line with the same key is there: copies of an answer need no entry."""
+        for slot, found, place in self._probed(key):
+            if not place:
+                os.pwrite(self._file, _SLOT.pack(key, offset + 1), _FIRST_SLOT + slot * _SLOT.size)
+                self._n_used += 1
+                return
+            if found == key:
+                return
+
+    def _probed(self, key: bytes) -> Iterator[tuple[int, bytes, int]]:
+        """Yield the slots in which ``key`` may be: their number, key, and place (0 for an empty slot)."""
+        slot = int.from_bytes(key) % self._n_slots
+        while True:
+            n_slots = min(_SLOTS_AT_ONCE, self._n_slots - slot)
+            block = os.pread(self._file, n_slots * _SLOT.size, _FIRST_SLOT + slot * _SLOT.size)
+            for number, (found, place) in enumerate(_SLOT.iter_unpack(block), slot):
+                yield number, found, place
+            slot = (slot + n_slots) % self._n_slots
+
+    def _line(self, offset: int) -> bytes:
+        size = _LINE_BYTES
+        while True:
+            raw = os.pread(self._log.fileno(), size, offset)
+            if (end := raw.find(b"\n")) >= 0:
+                return raw[:end]
+            if len(raw) < size:
+                raise StoreError(f"{self._path}: was cut while it was read")
+            size *= 4
+
+    def _clear(self, n_slots: int) -> None:
+        os.ftruncate(self._file, 0)
+        os.ftruncate(self._file, _FIRST_SLOT + n_slots * _SLOT.size)
+        self._n_slots, self._n_used, self._end = n_slots, 0, 0
+        self._write_header()
+
+    def _write_header(self) -> None:
+        header = self._n_slots, self._n_used, self._end, self._checksum()
+        os.pwrite(self._file, _HEADER.pack(_MAGIC, *header), 0)
+
+    def _checksum(self) -> int:
+        """Return a checksum of the end of the indexed part, which differs if the log was replaced."""
+        start = max(0, self._end - _CHECKED_BYTES)
+        return zlib.crc32(os.pread(self._log.fileno(), self._end - start, start))
+
+
+def _table_beside(log: Path) -> int:
+    """Return the open file for the table: beside the log if this process can lock it, otherwise a temporary file."""
+    try:
+        file = open_private(log.with_name(INDEX), os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            raise
+        return file
+    except OSError:
+        with tempfile.TemporaryFile() as temporary:
+            return os.dup(temporary.fileno())
+
+
+class SeenHashes:
+    """A set of request hashes at 8 to 32 bytes for each. It says of one hash in about 10⁹ that it was added although it
+    was not."""
+
+    def __init__(self) -> None:
+        self._tables = [_empty_table(2**16)]
+        self._n_newest = 0  # hashes in the newest table
+
+    def add(self, request_hash: str) -> bool:
+        """Add a hash. Return True if it was added before."""
+        number = int(request_hash[:16], 16)
+        mark, place = number & 0xFFFFFFFF or 1, number >> 32
+        slot = 0
+        for table in self._tables:
+            most = len(table) - 1
+            slot = place & most
+            while found := table[slot]:
+                if found == mark:
+                    return True
+                slot = (slot + 1) & most
+        newest = self._tables[-1]
+        newest[slot] = mark
+        self._n_newest += 1
+        if 2 * self._n_newest > len(newest):
+            self._tables.append(_empty_table(4 * len(newest)))
+            self._n_newest = 0
+        return False
+
+    def add_answers_of(self, log: Path) -> None:
+        """Add the hashes of all answers in a log; a missing log has none."""
+        with opened_log(log) as lines:
+            for raw in lines:
+                if _IS_OK in raw and (found := _HASH.search(raw)) is not None:
+                    self.add(found[1].decode())
+
+
+def _empty_table(n_slots: int) -> array[int]:
+    return array("I", bytes(4 * n_slots))
