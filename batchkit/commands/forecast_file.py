@@ -6,29 +6,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from batchkit.config.masking import masked
 from batchkit.config.numbers import duration, number, short_count
-from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
 from batchkit.runs.status import counts_of
-from batchkit.storage.files import disk_errors, write_atomically
+from batchkit.storage.forecast_json import forecast_in
 from batchkit.storage.identity import hash_of
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.starts import read_history
 
 if TYPE_CHECKING:
     from batchkit.execution.summary import RunSummary
-
-FORECAST = "forecast.json"
-
-
-def write_forecast(folder: Path, forecast: Mapping[str, Any]) -> None:
-    """Write ``forecast`` to ``forecast.json`` in the run folder. Raise StoreError if writing fails."""
-    with disk_errors(folder / FORECAST):
-        write_atomically(folder / FORECAST, orjson.dumps(forecast, option=orjson.OPT_INDENT_2))
 
 
 def hash_of_job(job: JobConfig) -> str:
@@ -41,11 +30,11 @@ def hash_of_job(job: JobConfig) -> str:
 
 def read_forecast(folder: Path, job: JobConfig) -> dict[str, Any] | None:
     """Return the forecast of the run in ``folder``, or None if the folder has no forecast of this run and job."""
+    found = forecast_in(folder)
     try:
-        found: dict[str, Any] = orjson.loads(read_bytes(folder / FORECAST))
         is_current = found["run"] == read_manifest(folder).created_at
         return found if is_current and found["of"] == hash_of_job(job) else None
-    except (OSError, ValueError, KeyError, TypeError, StoreError):
+    except (KeyError, TypeError, StoreError):
         return None
 
 

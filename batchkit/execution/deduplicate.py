@@ -73,10 +73,12 @@ class Answers:
     def find(self, request: Request) -> Completion | None:
         """Return a recorded answer to an equal request, as the completion of ``request``; None if there is none."""
         if self._is_on and self._folder is not None and self._seen.add(request.request_hash):
-            self._flush()
             if self._own is None:
                 self._own = self._held.enter_context(closing(_Recorded(self._folder, self._log)))
-            if (found := self._own.completion(request)) is not None:
+            if (found := self._own.completion(request)) is None:
+                self._flush()
+                found = self._own.completion(request)
+            if found is not None:
                 line, completion = found
                 return replace(completion, duplicate_of=line["index"])
         for run in self._reused:

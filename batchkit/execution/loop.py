@@ -177,6 +177,7 @@ class Loop:
         if (now := time.monotonic()) >= self._next_note:
             self._next_note = now + _NOTE_SHARE * (now - self._began)
             self._note_workers(pool)
+            self._tasks.save_lengths()
             if self._start.job.budget.price_per_gpu_hour is not None:
                 self._stop.note_gpus()
         self._run.save()
@@ -279,6 +280,7 @@ class Loop:
         run.starts.learn(
             total=tasks.input.source.sample_of or total, skipped_elsewhere=tasks.elsewhere
         )
+        tasks.save_lengths()
         run.starts.note(exit=code, seconds=round(self._seconds, 3))
         price = self._stop.price()
         per_s = 1 / self._seconds if self._seconds else 0.0

@@ -81,11 +81,16 @@ class Start:
         _ = start.renderer  # compile the templates now, so that an invalid one raises here
         return start
 
-    def for_workers(self) -> Start:
-        """Return the start in a form to pickle for workers on Ray. It contains the content of the prompts' files."""
+    def for_workers(self, reused: Sequence[Path]) -> Start:
+        """Return the start in a form to pickle for workers on Ray. It contains the content of the prompts' files.
+
+        ``reused``: the folders in ``run.reuse`` whose answers hold for this run.
+        """
+        job = self.renderer.job
+        run = job.run.model_copy(update={"reuse": [str(folder) for folder in reused]})
         return replace(
             self,
-            job=self.renderer.job,
+            job=job.model_copy(update={"run": run}),
             options=StartOptions(quarantined=self.options.quarantined),
             identity={**self.identity, "prompt.files": self.prompt_files},
         )

@@ -37,6 +37,7 @@ from batchkit.sources.input import Input, Total, check_unchanged, distrusted, fr
 from batchkit.sources.reader import is_fallback
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.checkpoint import check_log
+from batchkit.storage.forecast_json import LENGTHS, lengths_in, update_forecast
 from batchkit.storage.identity import CHANGING
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.lines import failure_kind, record_of
@@ -67,7 +68,8 @@ class Tasks:
         self._start, self._run, self.input = start, run, WatchedInput(start, run, source)
         self._total, self._say = Total(source), say
         self.turns = Turns(start.job, say)
-        self.lengths = AnswerLengths()
+        self.lengths = AnswerLengths(lengths_in(run.folder))
+        self._n_saved = self.lengths.n_rows
         self._kinds = dict[int, Sequence[str]]()  # of rows in progress whose lengths are learned
         self._attempts = _still_due(run, start.options.attempts)
         totals = run.ledger.totals
@@ -177,6 +179,11 @@ class Tasks:
         """True if reading the next row may block, and rows can be read only once."""
         return self.input.source.files is None
 
+    @property
+    def reused(self) -> Sequence[Path]:
+        """The folders of other runs whose answers hold for this run."""
+        return self._run.reused
+
     def count(self, record: Counted) -> None:
         """Count a row whose record is about to be written."""
         self.settled += 1
@@ -185,6 +192,12 @@ class Tasks:
             self.lengths.learn(kinds, record.usage.completion_tokens)
         self.failed += record.status == "failed"
         self._first_failures.note(record)
+
+    def save_lengths(self) -> None:
+        """Store the lengths of answers for the next start. Raises StoreError if writing fails."""
+        if self.lengths.n_rows > self._n_saved:
+            self._n_saved = self.lengths.n_rows
+            update_forecast(self._run.folder, {LENGTHS: self.lengths.known})
 
     def check_first_failures(self, *, is_end: bool = False) -> None:
         """Raise JobError if the first rows of a run without answers all failed for one reason.

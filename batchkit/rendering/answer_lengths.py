@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from zlib import crc32
 
 from batchkit.types import RowHint
@@ -22,8 +23,8 @@ class AnswerLengths:
     ``known``: as returned by ``known``, from an earlier start.
     """
 
-    def __init__(self, known: Mapping[str, Sequence[float]] | None = None) -> None:
-        self._kinds = {kind: (n, total) for kind, (n, total) in (known or {}).items()}
+    def __init__(self, known: Mapping[str, tuple[float, float]] = MappingProxyType({})) -> None:
+        self._kinds = dict(known)
 
     @property
     def n_rows(self) -> float:
@@ -32,8 +33,8 @@ class AnswerLengths:
 
     @property
     def known(self) -> dict[str, tuple[float, float]]:
-        """The number of rows and the sum of their lengths, by kind."""
-        return dict(self._kinds)
+        """The number of rows and the sum of their lengths, by kind. Kinds with a single row are left out."""
+        return {kind: found for kind, found in self._kinds.items() if found[0] > 1}
 
     def learn(self, kinds: Sequence[str], length: int) -> None:
         """Take the answer of a row of these ``kinds`` into account."""

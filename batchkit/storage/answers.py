@@ -33,6 +33,7 @@ _SLOT = struct.Struct("<8sQ")  # the beginning of a hash, and the offset of its 
 _SLOTS_AT_ONCE = 4
 _LEAST_SLOTS = 2**12
 _LINE_BYTES = 2**14  # read first; most lines are shorter
+_BLOCK_BYTES = 2**26
 _CHECKED_BYTES = 256  # before the end of the indexed part
 
 
@@ -190,11 +191,29 @@ class SeenHashes:
         return False
 
     def add_answers_of(self, log: Path) -> None:
-        """Add the hashes of all answers in a log; a missing log has none."""
+        """Add the hashes of all answers in a log; a missing log has none. Call it before ``add``."""
+        search = _HASH.search
         with opened_log(log) as lines:
-            for raw in lines:
-                if _IS_OK in raw and (found := _HASH.search(raw)) is not None:
-                    self.add(found[1].decode())
+            while block := lines.readlines(_BLOCK_BYTES):
+                found = [search(raw) for raw in block if _IS_OK in raw]
+                hashes = [match[1][:16] for match in found if match is not None]
+                self._tables.insert(0, _table_of(bytes.fromhex(b"".join(hashes).decode())))
+
+
+def _table_of(numbers: bytes) -> array[int]:
+    """Return a table with the first 8 bytes of hashes, one after another."""
+    import numpy as np
+
+    found = np.frombuffer(numbers, ">u8")
+    marks = np.maximum(found & 0xFFFFFFFF, 1).astype(np.uint32)
+    n_slots = 1 << (2 * len(marks)).bit_length()
+    slots, table = (found >> 32) & (n_slots - 1), np.zeros(n_slots, np.uint32)
+    while len(marks):
+        is_empty = table[slots] == 0
+        table[slots[is_empty]] = marks[is_empty]  # of several marks for one slot, one is stored
+        is_left = table[slots] != marks
+        marks, slots = marks[is_left], (slots[is_left] + 1) & (n_slots - 1)
+    return array("I", table.tobytes())
 
 
 def _empty_table(n_slots: int) -> array[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,36 @@ def test_kills_between_an_answer_and_its_copies_compute_nothing_twice() -> None:
 def _n_lines() -> int:
     log = RUN / "results.jsonl"
     return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_plan_counts_the_rows_that_would_be_copied() -> None:
+    rows_with("x", "y", "z")
+    write_job()
+    run(name="b")
+    rows_with("x", "y", "new", "newer", "new", "new")
+    planned = batchkit("plan", "job.toml", "--json", "--set", f'run.reuse=["{OTHER}"]').ok().json
+    assert planned["copied"] == {"deduplicated": 2, "reused": 2}
+    assert (
+        planned["completion_tokens"]["expected"]
+        == 2 * by_row(OTHER)[0]["usage"]["completion_tokens"]
+    )
+    assert run("--reuse", str(OTHER))["reused"] == 2
+
+
+def test_copies_have_no_tokens_in_an_openai_export() -> None:
+    rows_with("x", "x")
+    write_job()
+    run()
+    batchkit("export", RUN, "--openai").ok()
+    first, copy = read_jsonl(RUN / "results.openai.jsonl")
+    assert first["response"]["body"]["usage"]["total_tokens"] > 0
+    assert copy["response"]["body"]["usage"]["total_tokens"] == 0
+
+
+def test_expected_lengths_are_kept_for_the_next_start() -> None:
+    prepare(12)
+    run("--limit", "10")
+    (n_rows, total) = json.loads((RUN / "forecast.json").read_text())["answer_lengths"][""]
+    assert (n_rows, total) == (10, sum(r["usage"]["completion_tokens"] for r in records()))
+    run()
+    assert json.loads((RUN / "forecast.json").read_text())["answer_lengths"][""][0] == 12

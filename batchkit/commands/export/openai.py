@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchkit.commands.export.outputs import Export, exporting
-from batchkit.commands.export.responses import response_of
+from batchkit.commands.export.responses import response_of, tokens_of
 from batchkit.config.tables import JobConfig
 from batchkit.rendering.body import sides_of
 from batchkit.runs.inputs import with_fields
@@ -136,7 +136,7 @@ def error_line(index: int, custom_id: str, code: str, message: str) -> dict[str,
 
 def _chat(record: Mapping[str, Any]) -> BatchResponse:
     choices = [_choice(number, choice) for number, choice in enumerate(_choices_in(record))]
-    usage = _usage(record.get("usage"))
+    usage = _usage(tokens_of(record))
     return BatchResponse(
         "chatcmpl", {"object": "chat.completion", "choices": choices, "usage": usage}
     )
@@ -153,7 +153,7 @@ def _text(record: Mapping[str, Any]) -> BatchResponse:
         }
         for number, choice in enumerate(_choices_in(record))
     ]
-    usage = _usage(record.get("usage"))
+    usage = _usage(tokens_of(record))
     return BatchResponse("cmpl", {"object": "text_completion", "choices": choices, "usage": usage})
 
 

@@ -24,7 +24,7 @@ def response_of(record: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[st
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": [],
-        "usage": _usage(record.get("usage")),
+        "usage": _usage(tokens_of(record)),
     }
 
 
@@ -40,6 +40,15 @@ def _output(index: int, choice: Mapping[str, Any], status: str) -> Iterator[dict
     for n, call in enumerate(calls):
         made = {"call_id": call.get("id") or f"call_{n}", **call["function"], "status": status}
         yield {"id": f"fc-{index}-{n}", "type": "function_call", **made}
+
+
+_NONE = {"prompt_tokens": 0, "completion_tokens": 0}
+
+
+def tokens_of(record: Mapping[str, Any]) -> Mapping[str, int] | None:
+    """Return the record's usage: no tokens for a copied answer, None if it is unknown."""
+    is_copy = record.get("duplicate_of") is not None or record.get("reused_from") is not None
+    return _NONE if is_copy else record.get("usage")
 
 
 def _usage(usage: Mapping[str, int] | None) -> dict[str, Any] | None:

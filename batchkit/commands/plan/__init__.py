@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batchkit.commands import Say
-from batchkit.commands.forecast_file import hash_of_job, shown, tokens_of, write_forecast
+from batchkit.commands.forecast_file import hash_of_job, shown, tokens_of
 from batchkit.commands.plan.forecast import EngineCount, Prices, Rest, rest_of
 from batchkit.commands.plan.lengths import Lengths, count_lengths
 from batchkit.commands.plan.sample import Sample, answer_sample, rows_in_kv_cache
@@ -19,6 +19,7 @@ from batchkit.errors import TooManyFailuresError
 from batchkit.execution.places import gpus_of
 from batchkit.runs.status import counts_of
 from batchkit.sources.input import from_job
+from batchkit.storage.forecast_json import update_forecast
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.starts import read_history
@@ -67,6 +68,13 @@ class Plan(NamedTuple):
         for name, key in (("GPU hours", "gpu_hours"), ("price", "price")):
             if found[key] is not None:
                 yield f"{name}: {shown(found[key], number)}"
+        copied = found["copied"]
+        if any(copied.values()):
+            yield (
+                f"not computed: {copied['deduplicated']:,} rows equal to others (run.deduplicate),"
+                f" {copied['reused']:,} answered by other runs (run.reuse)"
+            )
+        yield f"order of the rows: {found['order']} (run.order)"
         yield from self._failures()
         yield "in brackets: 90 % intervals"
 
@@ -104,7 +112,7 @@ def plan(job: JobConfig, *, rows: int | None, lengths: int | None, say: Say) -> 
         )
     made = Plan(_figures(job, found, sample, starts_before))
     if is_run(job.folder):
-        write_forecast(job.folder, made.figures)
+        update_forecast(job.folder, made.figures)
     return made
 
 
@@ -162,6 +170,11 @@ def _figures(
             "exact": lengths.is_exact,
             "unit": lengths.unit,
         },
+        "copied": {
+            "deduplicated": round(lengths.deduplicated * lengths.scale),
+            "reused": round(lengths.reused * lengths.scale),
+        },
+        "order": lengths.order,
         "failing": {
             "rows": round(lengths.failing * lengths.left),
             "sampled": sample.failed,

@@ -187,7 +187,7 @@ def rest_of(
     sampled = [row for row in sample.rows if row.index in places]
     at = [places[row.index] for row in sampled]
     sizes, sampled_sizes, row_s = np.delete(lengths.sizes, at), lengths.sizes[at], lengths.row_s
-    n_rest = round((lengths.left - lengths.counted) * (1 - lengths.failing)) + len(sizes)
+    n_rest = round((lengths.left - lengths.counted) * lengths.computed) + len(sizes)
     if not n_rest or not sampled:
         return Rest()
     if lengths.unit == "seconds":

@@ -60,6 +60,8 @@ function headOf(record, nav) {
     `row ${number.format(record.index)}`, ...figuresOf(record),
     record.finish_reason === "length" && "cut at max_tokens",
     record.truncated_tokens && `prompt cut by ${number.format(record.truncated_tokens)} tokens`,
+    record.duplicate_of !== undefined && `copied from row ${number.format(record.duplicate_of)}`,
+    record.reused_from && `copied from ${record.reused_from}`,
     record.attempt > 1 && `attempt ${record.attempt}`,
     when(record.finished_at, { seconds: true }),
   ];

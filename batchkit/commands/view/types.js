@@ -20,6 +20,7 @@
  *   index: number, id: string, status: "ok" | "failed", attempt: number,
  *   prediction?: string | null, scores?: RecordScores | null, unscored?: string, usage?: Usage | null,
  *   latency_s?: number | null, finish_reason?: string, finished_at?: string, truncated_tokens?: number,
+ *   duplicate_of?: number, reused_from?: string,
  *   error?: Failure | null, choices?: Choice[] | null, selected?: number,
  *   label?: string | null, entities?: { text: string, label: string }[] | null,
  *   segments?: { start: number, end: number, text: string }[],

@@ -96,9 +96,10 @@ class RunTable(Table):
     def of_part(self) -> RunTable:
         """Return the settings for a part of this run that has its own engine, for example a trial. The random sample,
         the command at the end, the metrics port and ``fail_on_error`` are left out, because they belong to the whole
-        run."""
-        ours = ("sample", "metrics_port", "on_end")
-        return self.model_copy(update={"fail_on_error": False, **dict.fromkeys(ours)})
+        run. All answers are computed."""
+        ours = dict.fromkeys(("sample", "metrics_port", "on_end"))
+        computes = {"deduplicate": False, "reuse": []}
+        return self.model_copy(update={"fail_on_error": False, **ours, **computes})
 
 
 class WorkersTable(Table):

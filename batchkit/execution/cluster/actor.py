@@ -35,6 +35,7 @@ from batchkit.execution.requests import requests_of
 from batchkit.execution.start import Start
 from batchkit.execution.worker import EngineFacts, Returned, Worker
 from batchkit.storage.ledger import RecordLine
+from batchkit.storage.runfolder import is_run
 from batchkit.storage.steps import GenerationLine
 from batchkit.types import Counted, Task
 
@@ -144,7 +145,9 @@ class Actor:
                 job = self._start.job
                 places = places_of(job, self._engines, grouping_of(job).environments)
                 opened = RunEngines(self._start, engines, places, self._hear, known=known)
-                worker = Worker(self._start, requests, opened, Answers(self._start))
+                reused = [Path(name) for name in job.run.reuse if is_run(Path(name))]
+                answers = held.enter_context(closing(Answers(self._start, reused=reused)))
+                worker = Worker(self._start, requests, opened, answers)
                 held.enter_context(closing(worker))
                 self._answer(worker)
         except JobError as error:
