@@ -87,7 +87,11 @@ class Engine(Protocol):
         """Stop computing these requests if possible, because their completions are no longer needed."""
 
     def load(self) -> EngineLoad:
-        """Return the current load. Cheap to call."""
+        """Return the current load. Cheap to call.
+
+        An engine of another package counts each request as running or waiting until ``poll`` can return it. If it has
+        none of them, but has not returned all, it has lost some, and the run stops.
+        """
 
     def close(self) -> None:
         """Drop the running requests and release all resources. May be called twice."""

@@ -13,6 +13,7 @@ from batchkit.config.seams import ENGINES
 from batchkit.config.speed_options import SPEED_OPTIONS
 from batchkit.config.tables import JobConfig
 from batchkit.engines.base import Engine, Preflight
+from batchkit.engines.outstanding import CheckedEngine
 from batchkit.engines.process.launcher import Launcher
 from batchkit.errors import JobError
 
@@ -50,7 +51,8 @@ def load_engine(job: JobConfig, log: Path | None = None) -> Engine:
     own = () if job.engine.server is None else (log,)
     with _importing(job):
         engine: Engine = ENGINES.load(job.engine.kind).open_engine(job, *own)
-    return engine
+    is_built_in = job.engine.kind in ENGINES.built_in
+    return engine if is_built_in else CheckedEngine(engine, job.engine.kind)
 
 
 def for_share_of_gpu(job: JobConfig, engines: int) -> JobConfig:

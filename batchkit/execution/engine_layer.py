@@ -64,8 +64,8 @@ class EngineLayer:
     def unanswered(self) -> int:
         """The number of requests that this layer and the layers below have taken and not returned.
 
-        The lane reads it after a ``poll`` that returned nothing. If it is 0 although some requests have not come back,
-        a layer has lost them, and the run stops.
+        It is read after a ``poll`` that returned nothing. If it is 0 although some requests have not come back, this
+        layer has lost them, and the run stops.
         """
         return self.below.unanswered
 

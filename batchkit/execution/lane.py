@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 
-from batchkit.config.seams import LAYERS
-from batchkit.errors import BatchkitError, EngineError, Interrupted
+from batchkit.execution.checked_layer import CheckedLayer
 from batchkit.execution.deduplicate import Answers, Deduplicate
 from batchkit.execution.engine_layer import EngineLayer
 from batchkit.execution.engine_pool import RunEngines
-from batchkit.execution.events import EngineMessage, Load, Note
+from batchkit.execution.events import EngineMessage, Load
 from batchkit.execution.places import Place
 from batchkit.execution.requests import Requests
 from batchkit.execution.retry import Retry
@@ -48,7 +46,7 @@ class Lane:
     ) -> None:
         self.name = place.name
         self._requests, self._hear = requests, engines.hear_of(place)
-        self._open: dict[Key, str] = {}  # row ids of the requests in the layers and the engine
+        self._open = set[Key]()  # the requests in the layers and the engine
         self._warned = False
         engine = engines.open(place)
         self.max_num_seqs = engine.max_num_seqs
@@ -57,10 +55,10 @@ class Lane:
             held.callback(engines.give_back, place, engine)
             fixed = start.job.run.max_in_flight
             stack: EngineLayer = Windowed(engine, self._hear, None if fixed == "auto" else fixed)
-            self._added = start.job.with_engine(place.name).engine.layers
-            for layer, parameters in reversed(self._added.items()):
-                with self._named_faults():
-                    stack = LAYERS.load(layer)(stack, **parameters)
+            for name, parameters in reversed(
+                start.job.with_engine(place.name).engine.layers.items()
+            ):
+                stack = CheckedLayer(name, parameters, stack, self._hear)
             self._stack = Retry(Deduplicate(stack, answers), start)
             held.callback(self._stack.close)
             self._held = held.pop_all()
@@ -72,20 +70,6 @@ class Lane:
         several generations. One call handles at most
         ``most`` requests, so that such rows are written soon even if there are many.
         """
-        with self._named_faults():
-            return self._fill(timeout_s, most)
-
-    def poll(self, timeout_s: float) -> list[Completion]:
-        """Return the completions of requests that are settled. Wait at most ``timeout_s`` for the first."""
-        with self._named_faults():
-            done = self._stack.poll(timeout_s if self._open else 0)
-            if self._open and not done and not self._stack.unanswered:
-                raise self._fault_of_layers(*next(iter(self._open.items())), "never came back")
-        for completion in done:
-            self._note_back(completion.request)
-        return [self._released(completion) for completion in done]
-
-    def _fill(self, timeout_s: float, most: int) -> list[Completion]:
         self._stack.resubmit()
         settled, room = list[Completion](), self._stack.room
         for _ in range(most):
@@ -97,16 +81,22 @@ class Lane:
             if rendered is None:
                 break
             if isinstance(rendered, Request):
-                self._open[rendered.key] = rendered.row.id
+                self._open.add(rendered.key)
                 self._stack.submit(rendered)
                 room -= 1
             elif rendered.generations is not None:  # a whole row; its requests are settled already
                 settled.append(rendered)
             elif (completion := self._stack.settle(rendered)) is None:
-                self._open[rendered.request.key] = rendered.request.row.id
+                self._open.add(rendered.request.key)
             else:
                 settled.append(self._released(completion))
         return settled
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Return the completions of requests that are settled. Wait at most ``timeout_s`` for the first."""
+        done = self._stack.poll(timeout_s if self._open else 0)
+        self._open.difference_update(completion.request.key for completion in done)
+        return [self._released(completion) for completion in done]
 
     @property
     def n_open(self) -> int:
@@ -126,33 +116,6 @@ class Lane:
         """Drop requests in flight and give the engine back. If no request was in flight, it may be kept for the next
         run."""
         self._held.close()
-
-    @contextmanager
-    def _named_faults(self) -> Iterator[None]:
-        """Name the layers of other packages in an error that they may have raised."""
-        try:
-            yield
-        except (BatchkitError, Interrupted):
-            raise
-        except Exception as error:
-            if not self._added:
-                raise
-            self._hear(Note(traceback.format_exc()))
-            raise EngineError(
-                f"engine.layers ({', '.join(self._added)}): {type(error).__name__}: {error}; run.log has the traceback"
-            ) from error
-
-    def _note_back(self, request: Request) -> None:
-        if self._open.pop(request.key, None) is None:
-            raise self._fault_of_layers(request.key, request.row.id, "came back twice")
-
-    def _fault_of_layers(self, key: Key, row_id: str, fault: str) -> EngineError:
-        """Return the error for a request that did not come back exactly once."""
-        return EngineError(
-            f"row {key if isinstance(key, int) else key[0]} (id {row_id}) {fault} from the layers of the engine;"
-            f" correct the code of engine.layers ({', '.join(self._added)}): every request must come back once, and a"
-            " layer that holds some counts them in its property `unanswered`"
-        )
 
     def _released(self, completion: Completion) -> Completion:
         """Return a settled completion, and free its media. Report once that the model's template ignores tools."""

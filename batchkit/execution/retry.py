@@ -70,10 +70,6 @@ class Retry(EngineLayer):
         return self._attempts.settle(resolved(self._start, completion))
 
     @property
-    def unanswered(self) -> int:
-        return self.below.unanswered + len(self._attempts)
-
-    @property
     def load(self) -> Load:
         load = self.below.load
         return load._replace(retried=load.retried + self._attempts.retried)
