@@ -26,7 +26,7 @@ from frame import Figure, arguments, report
 from batchkit.commands.trial import Trial
 from batchkit.commands.trial.measurement import Figures, Idle
 from batchkit.commands.tuning.known import Tried
-from batchkit.commands.tuning.tune import Tuned, tune
+from batchkit.commands.tuning.tune import SearchLimits, Tuned, tune
 from batchkit.config.tables import JobConfig
 
 NOISE = 0.015
@@ -239,7 +239,7 @@ def tuned(device: Device, random: Random) -> Tuned:
     ):
         job = JobConfig(engine={"kind": "vllm", "model": "none"})  # type: ignore[arg-type]
         given = {"options": options, "trials_of": trials_of}
-        return tune(job, minutes=600, rows=None, seconds=10, **given)  # type: ignore[arg-type]
+        return tune(job, SearchLimits(600, None, 10), **given)  # type: ignore[arg-type]
 
 
 def searched(found: Tuned) -> list[Tried]:

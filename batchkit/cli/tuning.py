@@ -132,7 +132,7 @@ def find_bs(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
 )
 @SET
 @printed
-def tune(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
+def tune(job: Path, allow_changes: bool, write: bool, overrides: Texts, **limits: Any) -> Result:
     """Find the fastest engine options for JOB on this machine.
 
     Tries options that change speed but not answers, on JOB's rows: how the GPUs are used, the number of concurrent
@@ -140,7 +140,10 @@ def tune(job: Path, write: bool, overrides: Texts, **limits: Any) -> Result:
     measures the default and the best options in turn, three times each. tune/trials.html in the run folder shows all
     trials; their runs are kept beside it. The same command continues a search that was stopped.
     """
+    from batchkit.commands.tuning.tune import SearchLimits
     from batchkit.commands.tuning.tune import tune as search
 
-    write_to = job if write else None
-    return search(load(job, overrides), write_to=write_to, say=say, **limits)
+    write_to, searched = job if write else None, SearchLimits(**limits)
+    return search(
+        load(job, overrides), searched, allow_changes=allow_changes, write_to=write_to, say=say
+    )

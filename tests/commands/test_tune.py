@@ -18,7 +18,7 @@ import tomlkit
 from batchkit.commands.trial import Trial, trials_of
 from batchkit.commands.trial.measurement import Figures, Idle
 from batchkit.commands.tuning.options import patch
-from batchkit.commands.tuning.tune import Tuned, tune
+from batchkit.commands.tuning.tune import SearchLimits, Tuned, tune
 from batchkit.config.loading import load_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
@@ -72,7 +72,7 @@ def searched(
 
     if trial is not None:
         how["trials_of"] = made_up
-    return tune(job or load_job(Path("job.toml")), minutes=5, rows=None, seconds=1, **how)
+    return tune(job or load_job(Path("job.toml")), SearchLimits(5, None, 1), **how)
 
 
 def test_the_fastest_options_are_found_compared_and_written() -> None:

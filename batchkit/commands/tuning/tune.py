@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchkit.commands import Say
 from batchkit.commands.trial import OK, OOM, Trial, Trials, trials_folder, trials_of
@@ -167,21 +167,27 @@ class Tuned:
         return " ".join(["vllm serve", self.job.engine.model, *flags])
 
 
+class SearchLimits(NamedTuple):
+    """The limits of a search: its length, the rows to use (None for all), and the seconds of measurement per trial."""
+
+    minutes: float
+    rows: int | None
+    seconds: float
+
+
 def tune(
     job: JobConfig,
+    limits: SearchLimits,
     *,
-    minutes: float,
-    rows: int | None,
-    seconds: float,
     allow_changes: bool = False,
     write_to: Path | None = None,
     options: Mapping[str, Any] | None = None,
     trials_of: Callable[[JobConfig, int | None, str], AbstractContextManager[Trials]] = trials_of,
     say: Say = lambda text: None,
 ) -> Tuned:
-    """Search for the best engine options for about ``minutes`` minutes.
+    """Search for the best engine options.
 
-    Each trial starts a new engine and measures for at most ``seconds`` seconds. The runs of the trials are kept in the
+    Each trial starts a new engine. The runs of the trials are kept in the
     folder ``tune`` inside the job's run folder, their results in ``trials.jsonl`` there; the next call reuses the
     results. A signal ends the search with the results so far.
 
@@ -201,12 +207,12 @@ def tune(
     if write_to is not None:
         check_patch(write_to)
     found, changes = Tuned(job), dict[str, Any]()
-    with trials_of(job, rows, TUNE) as trials:
+    with trials_of(job, limits.rows, TUNE) as trials:
         if allow_changes:
             changes |= changing_options(job)
         tries = speed_options(job) if options is None else options
         space = choices(job, {**tries, **changes})
-        _Search(found, trials, space, seconds, time.monotonic() + 60 * minutes, say).run()
+        _Search(found, trials, space, limits, say).run()
     found.signum = trials.signum
     if found.is_gain and found.signum is None and found.best.keys() & changes.keys():
         found.differ = _share_that_differs(job, found.best, say)
@@ -230,12 +236,12 @@ class _Search:
         found: Tuned,
         trials: Trials,
         space: Sequence[OptionChoice],
-        seconds: float,
-        until: float,
+        limits: SearchLimits,
         say: Say,
     ) -> None:
         self._found, self._trials, self._say = found, trials, say
-        self._space, self._seconds, self._until = [*space], seconds, until
+        self._space, self._seconds = [*space], limits.seconds
+        self._until = time.monotonic() + 60 * limits.minutes
         self._size = next((choice.walk for choice in space if choice.name == SIZE), None) or 1
         self._known = Known(found.job)
         self._tried = dict[str, Tried]()
