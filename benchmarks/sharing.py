@@ -35,13 +35,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bounded
-import mps_program
 import tomlkit
 from frame import HERE, Figure, arguments, report, spread
 from sides import COSTS, ONLY
 from text import write
 
 from batchkit.commands.demo_model import build_demo_model
+from tests.support import mps_stand_in
 
 FULL = 0.9  # of max_num_seqs
 LIMIT_S = 600  # of one run
@@ -160,10 +160,9 @@ def run(setting: Setting, side: Side, folder: Path) -> Run:
             "steps": str(here / "{pid}.steps"),
         }
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-        environment |= mps_program.environment(here, works=side.mps)
+        environment |= mps_stand_in.install(here, works=side.mps)
         environment |= {
             "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
-            "CUDA_VISIBLE_DEVICES": "0",
             COSTS: json.dumps(costs),
         }
         environment.pop("CUDA_MPS_PIPE_DIRECTORY", None)

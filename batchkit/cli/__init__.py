@@ -505,14 +505,15 @@ def report(
 @click.option(
     "--tie",
     type=click.FloatRange(0),
-    default=0.01,
-    help="Gap in log-probability below which a different token is a tie; bfloat16 needs more, for example 0.25.",
+    metavar="GAP",
+    help="Gap in log-probability below which a different token is a tie. The default fits float32; bfloat16 needs more,"
+    " for example 0.25.",
 )
 @click.option(
     "--output", type=FILE, metavar="FILE", help="Also write the comparison as a web page."
 )
 @printed
-def compare(runs: Texts, tie: float, output: Path | None) -> Result:
+def compare(runs: Texts, tie: float | None, output: Path | None) -> Result:
     """Compare runs of the same rows with the first one.
 
     Prints the differences of scores by group with a 95 % interval, the rows that became better or worse, the first
@@ -520,11 +521,12 @@ def compare(runs: Texts, tie: float, output: Path | None) -> Result:
     which names all of them, or one run with input.cross, whose values are compared.
     """
     from batchkit.commands.report import write_comparison
+    from batchkit.runs.compare import TIE
     from batchkit.runs.compare import compare as compare_runs
     from batchkit.runs.listing import find_variants
 
     folders = [folder for run in runs for folder in find_variants(run) or [find(run)]]
-    comparison = compare_runs(folders, tie=tie)
+    comparison = compare_runs(folders, tie=TIE if tie is None else tie)
     if output is not None:
         write_comparison(comparison, output)
     return comparison

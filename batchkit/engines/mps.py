@@ -18,12 +18,11 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from batchkit.storage.files import OwnFolder, remove_orphans
+from batchkit.storage import files
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _WAIT_S = 20.0
-_KIND = "mps"
 _LOCK = threading.Lock()  # engines are restarted in threads
 
 
@@ -31,7 +30,7 @@ class _Daemon:
     """A control daemon of this process. ``environment``: the variables with which a process uses it."""
 
     def __init__(self) -> None:
-        self._folder = OwnFolder(_KIND)
+        self._folder = files.OwnFolder("mps")
         self.environment = _environment(self._folder.path)
         for path in self.environment.values():
             Path(path).mkdir(mode=0o700)
@@ -71,9 +70,9 @@ def environment(say: Callable[[str], None]) -> Mapping[str, str]:
         return {}
 
 
-def stop_orphans() -> None:
-    """Stop the daemons of processes that were killed."""
-    remove_orphans(_KIND, before=_quit)
+def remove_orphans() -> None:
+    """Remove the temporary folders of processes that were killed, and stop their daemons."""
+    files.remove_orphans(before=_quit)
 
 
 def stop() -> None:
@@ -98,7 +97,9 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _quit(folder: Path) -> None:
-    _ask(_environment(folder), "quit")
+    its = _environment(folder)
+    if Path(its[PIPES]).exists():
+        _ask(its, "quit")
 
 
 def _ask(its: Mapping[str, str], command: str) -> str:

@@ -27,7 +27,6 @@ from batchkit.execution.tasks import Tasks, shared_ids
 from batchkit.runs.listing import near_run
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.sample import check_countable, sampled
-from batchkit.storage.files import remove_orphans
 from batchkit.storage.job_toml import check_secrets
 from batchkit.storage.runfolder import is_run
 from batchkit.storage.score_store import check_one_row_each
@@ -50,8 +49,7 @@ def start_run(
         BatchkitError: the run could not begin. An error that stops it later is in the outcome.
     """
     check_secrets(job)
-    mps.stop_orphans()
-    remove_orphans()
+    mps.remove_orphans()
     source = from_job(job) if source is None else source
     if job.run.sample is not None:
         check_countable(source)

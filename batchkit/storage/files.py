@@ -184,13 +184,10 @@ class OwnFolder:
         os.close(self._lock)
 
 
-def remove_orphans(kind: str = "*", before: Callable[[Path], None] = lambda folder: None) -> None:
-    """Remove the temporary folders of processes that have died.
-
-    ``kind``: as in ``OwnFolder``; by default all kinds. ``before``: called with each folder before it is removed.
-    """
+def remove_orphans(before: Callable[[Path], None] = lambda folder: None) -> None:
+    """Remove the temporary folders of processes that have died. ``before``: called with each folder before that."""
     for home in {tempfile.gettempdir(), *HOMES}:
-        for owner in Path(home).glob(f"batchkit-{kind}-*/{OWNER}"):
+        for owner in Path(home).glob(f"batchkit-*/{OWNER}"):
             with suppress(OSError):  # the owner is alive, or is another user
                 lock = open_private(owner, os.O_RDWR)
                 try:

@@ -26,10 +26,13 @@ kill -0 "$(cat "$pid" 2> /dev/null)" 2> /dev/null || {
 """
 
 
-def install(folder: Path) -> dict[str, str]:
-    """Return the variables of a process that finds the stand-in in ``folder``, and one GPU."""
+def install(folder: Path, *, works: bool = True) -> dict[str, str]:
+    """Return the variables of a process that finds the stand-in in ``folder``, and one GPU.
+
+    ``works``: False installs a program that always fails, so engines take turns on their GPU.
+    """
     program = folder / "nvidia-cuda-mps-control"
-    program.write_text(SCRIPT)
+    program.write_text(SCRIPT if works else "#!/bin/sh\nexit 1\n")
     program.chmod(0o755)
     home = folder / "tmp"
     home.mkdir()

@@ -133,7 +133,7 @@ class Actor:
     def _work(self, known: Mapping[str, EngineHistory]) -> None:
         try:
             tasks = iter(self._inbox.get, None)
-            mps.stop_orphans()
+            mps.remove_orphans()
             with ExitStack() as held:
                 held.callback(mps.stop)
                 requests = requests_of(self._start, tasks, self._engines, may_wait=True)
