@@ -51,6 +51,7 @@ COMMANDS = [
     *(
         Mistake(f"run job.toml\nexport output/mood {given}", said)
         for given, said in {
+            "answers --csv": "FILE answers: unknown suffix; write the path after the format: --csv answers",
             "--csv ans.parquet": "ans.parquet: --csv writes .csv files; give a file name with this suffix, or give --parquet",
             "--jsonl ans.json": "ans.json: --jsonl writes .jsonl files; give a file name with this suffix",
             "--csv ans.csv.gz": "ans.csv.gz: --csv writes .csv files; give a file name with this suffix",

@@ -390,6 +390,8 @@ def export(
     if safe_csv:
         named["safe-csv"] = named.pop("csv", "")
     run, files = _run_and_files(targets, named)
+    if as_format is None:
+        _check_order(files, named)
     wanted = [target_of(file, as_format, key="FILE") for file in files]
     if as_format is not None and not files:
         check_format(as_format, "--as")
@@ -668,6 +670,18 @@ def doctor() -> Result:
 
 for command in (status, show_rows, view, serve, plan, tune, find_bs):
     cli.add_command(command)
+
+
+def _check_order(files: list[str], named: dict[str, str]) -> None:
+    """Raise JobError for ``export RUN PATH --srt`` instead of ``export RUN --srt PATH``."""
+    from batchkit.config.export_target import SUFFIXES
+
+    without_path = [name for name, path in named.items() if not path]
+    for file in files if without_path else ():
+        if "://" not in file and Path(file).suffix.lower() not in SUFFIXES:
+            raise JobError(
+                f"FILE {file}: unknown suffix; write the path after the format: --{without_path[0]} {file}"
+            )
 
 
 def _run_and_files(targets: Texts, named: dict[str, str]) -> tuple[str | None, list[str]]:

@@ -57,6 +57,16 @@ def test_an_address_gets_the_file() -> None:
     assert stored("/bucket/answers/b.csv").startswith(b"index,id,")
 
 
+def test_messages_about_an_address_name_it_and_not_the_temporary_file() -> None:
+    write_rows([{"key": "k", "q": "=1+1"}])
+    write_job(name="b", output={"keep": ["q"]})
+    run().ok()
+    ended = batchkit("export", "output/b", f"{BUCKET}/b.csv").ok()
+    assert f"{BUCKET}/b.csv: a spreadsheet would run 1 of its texts" in ended.stderr
+    said = batchkit("export", "output/b", f"{BUCKET}/b.jsonl", "--as", "csv").refused()
+    assert f"error: {BUCKET}/b.jsonl: --csv writes .csv files" in said
+
+
 def test_a_format_of_several_files_puts_all_of_them_beside_each_other() -> None:
     batchkit("export", str(RUN), f"{BUCKET}/out.jsonl", "--as", "openai").ok()
     names = {Path(name).name for name in fsspec.filesystem("memory").ls("/bucket/answers", False)}

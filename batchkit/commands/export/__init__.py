@@ -126,7 +126,7 @@ def export(
             raise JobError(f"{folder}: {done}; resume the run, or omit --only-finished")
         say(f"{target}: {done}")
 
-    def write(path: Path) -> dict[Path, int]:
+    def write(path: Path, say: Say, lacks: Say) -> dict[Path, int]:
         refuse_own_file(path, folder)
         _check_suffix(path, target.format, own.suffix)
         if not force and is_foreign(path):
@@ -135,20 +135,20 @@ def export(
             )
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            return form.write(folder, path, *[say, lacks or say] * form.says)
+            return form.write(folder, path, *[say, lacks] * form.says)
 
     def exported(file: Path, rows: int, shown: str) -> Exported:
         n_bytes, source_bytes = file.stat().st_size, log.stat().st_size
         return Exported(shown, target.format, rows, n_bytes, source_bytes)
 
     if target.place is None or not target.is_remote:
-        written = write(own if target.place is None else Path(target.place))
+        written = write(own if target.place is None else Path(target.place), say, lacks or say)
         return [exported(file, rows, str(file)) for file, rows in written.items()]
     check_address(target.place, "FILE")
     address = file_address(target.place, f"{found.name}{own.suffix}")
     parent = address.rpartition("/")[0]
-    with sending(address) as path:
-        files = write(path).items()
+    with sending(address) as (path, shown):
+        files = write(path, shown(say), shown(lacks or say)).items()
         return [exported(file, n, f"{parent}/{file.relative_to(path.parent)}") for file, n in files]
 
 

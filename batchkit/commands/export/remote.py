@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path, PurePosixPath
 
+from batchkit.commands import Say
 from batchkit.config.export_target import HUB
 from batchkit.config.urls import bare, failure
-from batchkit.errors import JobError, UploadError
+from batchkit.errors import BatchkitError, JobError, UploadError
 from batchkit.storage.files import OwnFolder
 
 
@@ -33,9 +34,11 @@ def file_address(address: str, name: str) -> str:
 
 
 @contextmanager
-def sending(address: str) -> Iterator[Path]:
+def sending(address: str) -> Iterator[tuple[Path, Callable[[Say], Say]]]:
     """Yield a path in a temporary folder. When the block ends, each file in that folder is sent to the folder of
-    ``address``.
+    ``address``. Errors inside the block name the address instead of the temporary folder.
+
+    The second value is a function that does the same for messages: it returns a function that passes them on.
 
     Raises:
         UploadError: A file could not be sent. Earlier files were sent.
@@ -44,7 +47,15 @@ def sending(address: str) -> Iterator[Path]:
     with closing(OwnFolder("export")) as own:
         folder = own.path / "files"
         folder.mkdir()
-        yield folder / name
+
+        def shown(text: str) -> str:
+            return text.replace(str(folder), bare(address).removesuffix(f"/{name}"))
+
+        try:
+            yield folder / name, lambda say: lambda text: say(shown(text))
+        except BatchkitError as error:
+            error.args = (shown(str(error)),)
+            raise
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             _send(file, f"{address.removesuffix(name)}{file.relative_to(folder)}")
 
