@@ -282,6 +282,12 @@ KEYS = [
         "engine.options.speculative_config: found JSON as text; write it as a TOML table",
         is_slow=True,
     ),
+    Mistake(
+        "run job.toml --set engine.kind=vllm --set engine.model=m --set 'engine.options.speculative_config="
+        '{method = "ngram", num_speculative_tokens = 3, rejection_sample_method = "synthetic"}\'',
+        'engine.options.speculative_config.rejection_sample_method: found "synthetic", which accepts wrong tokens',
+        is_slow=True,
+    ),
     *(
         Mistake(
             f"validate fn.toml --set rollout.function={place}:solve",

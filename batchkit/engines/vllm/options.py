@@ -90,6 +90,12 @@ def check_config(job: JobConfig) -> Any:
             "engine.options.reasoning_parser: set engine.reasoning_parser instead, which also"
             " removes the reasoning from the answers"
         )
+    drafting = options.get("speculative_config")
+    if isinstance(drafting, dict) and drafting.get("rejection_sample_method") == "synthetic":
+        problems.append(
+            'engine.options.speculative_config.rejection_sample_method: found "synthetic", which accepts wrong tokens'
+            " to simulate a speed; leave it out"
+        )
     problems += unknown_parsers(job)
     checks = partial(_check_params, job), partial(chat_template, options), partial(adapters_of, job)
     for check in checks:
