@@ -55,10 +55,10 @@ def test_the_model_is_in_the_package_and_has_its_figures_in_the_docs() -> None:
 
 def test_the_run_is_of_the_name_and_of_the_files_behind_it() -> None:
     found = identity(load_job(JOB))
-    assert found["engine.model"] == "batchkit-demo"
+    assert found.job["engine.model"] == "batchkit-demo"
     folder = load_job(JOB, [f"engine.model={load_job(JOB).engine.model_source}"])
-    assert found["engine.model_files"] == identity(folder)["engine.model_files"] is not None
-    assert "engine.commits" not in found
+    assert found.files["engine.model_files"] == identity(folder).files["engine.model_files"]
+    assert "engine.commits" not in found.found
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from itertools import groupby, repeat
 from pathlib import Path
@@ -24,7 +24,7 @@ from batchkit.runs.layout import vector_type
 from batchkit.sources.input import from_job, input_changes
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import building, disk_errors
-from batchkit.storage.identity import continued, differences, scoring_of
+from batchkit.storage.identity import Identity, continued, differences, scoring_of
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.job_toml import job_of_run, write_job
 from batchkit.storage.ledger import Ledger, RecordLine, raw_line, rewritten
@@ -264,9 +264,9 @@ def _check_same_vectors(parts: Sequence[_MergedRun]) -> None:
             )
 
 
-def _identity_without_shard(manifest: Manifest) -> dict[str, Any]:
-    """Return the settings that decide the run's answers (the manifest's identity), without the shard."""
-    return {key: value for key, value in manifest.identity.items() if key != "input.shard"}
+def _identity_without_shard(manifest: Manifest) -> Identity:
+    settings = {key: value for key, value in manifest.identity.job.items() if key != "input.shard"}
+    return replace(manifest.identity, job=settings)
 
 
 def _missing(parts: Sequence[_MergedRun], there: IndexSet) -> Iterator[str]:

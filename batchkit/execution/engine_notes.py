@@ -4,7 +4,6 @@ read."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from batchkit.execution.events import EngineHistory, EngineMessage, Event, Found, Message, Note
 from batchkit.execution.places import Place
@@ -13,7 +12,7 @@ from batchkit.execution.screen import Screen
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.sources.rowhash import input_hash
-from batchkit.storage.identity import check_found, names_same_model
+from batchkit.storage.identity import Facts, check_found, names_same_model
 from batchkit.storage.starts import Reductions
 
 
@@ -27,7 +26,7 @@ class EngineNotes:
         self._is_runs_own = names_same_model(known, start.identity)
         has_answers = ledger.totals.records > 0 or ledger.steps.spent.generations > 0
         is_bound = self._is_runs_own and has_answers
-        self._found: Mapping[str, Any] = known if is_bound else {}
+        self._found: Facts = known.found if is_bound else {}
         # By turn, engine name and number.
         self._histories = dict[tuple[int, str, int], EngineHistory]()
 

@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +25,7 @@ from batchkit.execution.restart_thread import SearchTurn
 from batchkit.execution.start import Start
 from batchkit.execution.supervisor import SupervisedEngine
 from batchkit.rendering.templates.prompt import constant_files
-from batchkit.storage import identity
+from batchkit.storage.identity import Identity, differences, engine_identity, hub_commits
 
 
 class EngineSpec(NamedTuple):
@@ -37,7 +38,7 @@ class EngineSpec(NamedTuple):
 
     name: str
     options: Mapping[str, Any]
-    identity: Mapping[str, Any]
+    identity: Identity
     environment: Mapping[str, str] = MappingProxyType({})
     on_gpu: int = 1
 
@@ -246,7 +247,7 @@ class RunEngines:
 
         def load(launcher: Launcher) -> LoadedEngine:
             engine = open_engine(reduced, launcher)
-            return LoadedEngine(engine, spec, ladder.reductions, identity.hub_commits(reduced))
+            return LoadedEngine(engine, spec, ladder.reductions, hub_commits(reduced))
 
         # Only the first load is in the run's thread, which handles signals.
         in_thread = place.of > 1 and place.id in self._loaded
@@ -288,20 +289,16 @@ def check_unchanged(start: Start) -> None:
     Raises:
         EngineError: a file differs.
     """
-    then = start.identity
-    now = identity.engine_identity(start.job) | identity.of_function(start.job)
-    if "prompt.files" in then:
-        now["prompt.files"] = constant_files(start.job)
-    if changes := identity.differences(_only(then, now), _only(now, then)):
+    then, now = start.identity, engine_identity(start.job)
+    if "prompt.files" in then.found:
+        now = now.with_facts({"prompt.files": constant_files(start.job)})
+    seen = {key: now.files.get(key, old) for key, old in then.files.items()}
+    if changes := differences(then, replace(now, job=then.job, files=seen)):
         raise EngineError(
             "files have changed since the run began, and all answers of a run must come from the same"
             f" model and prompt: {'; '.join(changes)}. Every finished row is on disk: restore"
             " the old files and run the same command again, or begin a new run (--fresh)"
         )
-
-
-def _only(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in one.items() if key in other}
 
 
 def _answers_poll(engine: Engine) -> bool:

@@ -19,7 +19,7 @@ from batchkit.errors import ChangedError
 from batchkit.execution.start import Start
 from batchkit.runs.answers import SideAnswer
 from batchkit.sources.input import Input
-from batchkit.storage.identity import beside, differences
+from batchkit.storage.identity import Identity, beside, changed_settings
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest_lines import read_newest
@@ -51,11 +51,9 @@ def _is_greedy(job: JobConfig) -> bool:
     return job.sampling.temperature == 0 and not has_own
 
 
-def unchecked(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def unchecked(then: Identity, now: Identity) -> dict[str, Any]:
     """Return the options in the identity ``now`` that need ``check``, because ``then`` has other values."""
-    keys = [key for key in {*then, *now} if _CHECKED.fullmatch(key)]
-    sides = {key: ({key: then.get(key)}, {key: now.get(key)}) for key in keys}
-    return {key: now.get(key) for key, of_both in sides.items() if differences(*of_both)}
+    return {key: now.get(key) for key in changed_settings(then, now) if _CHECKED.fullmatch(key)}
 
 
 def check(

@@ -41,8 +41,6 @@ from batchkit.storage.identity import (
     CHANGING,
     continued,
     differences,
-    facts_of,
-    known_of,
     scoring_of,
 )
 from batchkit.storage.job_toml import write_job
@@ -158,13 +156,13 @@ def _manifest_of(folder: Path, new: Manifest, starts: StartLog) -> Manifest:
     manifest = read_manifest(folder)
     then = starts.history.added_to(manifest)
     if _has_records(folder):
-        known = facts_of(continued(then.identity, new.identity))
-        found = {key: names for key, names in known.items() if names != manifest.identity.get(key)}
+        known, begun = continued(then.identity, new.identity).found, manifest.identity.found
+        found = {key: names for key, names in known.items() if names != begun.get(key)}
         starts.learn(found=found, input=None if new.input == manifest.input else new.input)
         return manifest
     starts.learn(found={}, checked={}, input=None)
     # A job that was read from its job.toml has masked secrets; keep their fingerprints.
-    renewed = manifest.renewed(new, known_of(new.identity, then.identity))
+    renewed = manifest.renewed(new, new.identity.with_secrets_of(then.identity))
     if renewed != manifest:
         renewed.write(folder)
     return renewed
@@ -278,7 +276,7 @@ def _has_records(folder: Path) -> bool:
 
 
 def _is_dry(manifest: Manifest) -> bool:
-    return manifest.identity.get("engine.kind") == "dry-run"
+    return bool(manifest.identity.get("engine.kind") == "dry-run")
 
 
 def _nothing_to_mix(folder: Path, manifest: Manifest, new: Manifest) -> str:
@@ -348,9 +346,8 @@ def _apply_on_change(start: Start, source: Input, new: Manifest, messages: list[
     rows = _of_trusted_files(rows, manifest.input)
     check_log(folder)
     # Without kept records, facts of the models that answered them don't bind the run.
-    known = continued if holds else lambda then, now: known_of(now, then)
-    identity = known(manifest.identity, new.identity)
-    renewed = manifest.renewed(new, identity)
+    then, now = manifest.identity, new.identity
+    renewed = manifest.renewed(new, continued(then, now) if holds else now.with_secrets_of(then))
     # The rows that were skipped may have changed, too.
     forgotten: dict[str, Any] = {
         "found": {},

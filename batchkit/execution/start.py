@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from batchkit.config.tables import JobConfig
 from batchkit.execution.selection import Selection
@@ -16,7 +16,7 @@ from batchkit.rendering.request_hash import RequestHashes
 from batchkit.rendering.steps import Renderer, renderer_of
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.scoring import Scoring, kept_fields, scoring_of_steps
-from batchkit.storage.identity import engine_identity, of_function
+from batchkit.storage.identity import Identity, engine_identity
 from batchkit.storage.score_store import references_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Start:
     """One start of ``job``. Derived values are computed on first use, once in each process.
 
     - ``references``: reference answers by row id, if another run provides them.
-    - ``identity``: hashes of the files from which engines and the rollout's function are loaded.
+    - ``identity``: the part about engines, and the files from which they and the rollout's function are loaded.
     - ``prompt_files``: hashes of the files that the prompts of all rows include. Like ``identity``, they are computed
       when the start begins.
     """
@@ -61,7 +61,7 @@ class Start:
     job: JobConfig
     options: StartOptions
     references: Mapping[str, str | None] | None
-    identity: Mapping[str, Any]
+    identity: Identity
     prompt_files: Mapping[str, str]
 
     @classmethod
@@ -75,7 +75,7 @@ class Start:
             job,
             options or StartOptions(),
             references_of(job) if job.scoring.is_on else None,
-            engine_identity(job) | of_function(job),
+            engine_identity(job),
             constant_files(job),
         )
         _ = start.renderer  # compile the templates now, so that an invalid one raises here
@@ -92,7 +92,7 @@ class Start:
             self,
             job=job.model_copy(update={"run": run}),
             options=StartOptions(quarantined=self.options.quarantined),
-            identity={**self.identity, "prompt.files": self.prompt_files},
+            identity=self.identity.with_facts({"prompt.files": self.prompt_files}),
         )
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -17,14 +18,15 @@ from typing import Any
 import orjson
 
 from batchkit.config.masking import FINGERPRINT, MASK, home_of, masked, secrets_in
-from batchkit.config.regular_file import exists, is_file, open_regular, read_bytes, read_text
+from batchkit.config.regular_file import exists, is_file, read_bytes, read_text
 from batchkit.config.server_command import files_named, what_decides_answers
 from batchkit.config.speed_options import SPEED_OPTIONS
-from batchkit.config.tables import EngineTable, JobConfig, StepTable, Table
+from batchkit.config.tables import JobConfig, StepTable, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
 from batchkit.config.tool_definitions import is_template, tools_in
 from batchkit.errors import EngineError, JobError
+from batchkit.storage.fingerprints import adapter_fingerprint, model_fingerprint
 
 _MOST_SHOWN, _SHOWN_BEFORE = 100, 30  # characters of a changed value to show
 _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
@@ -33,10 +35,7 @@ _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
 _FILE_OPTIONS = ("tokenizer", "generation_config", "hf_config_path")
 # These formats change the weights; other formats only read the same weights in another way.
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
-# Keys whose value is a dict by name, such as the commit of each hub name. A name is compared only if both
-# identities have it.
 _LEARNED = ("engine.commits", "engine.served")  # known once an engine is loaded, or has answered
-_FOUND = (*_LEARNED, "prompt.files", "engine.loras")
 # Under these keys the order of a dict matters, because it is part of a prompt or of a schema.
 _ORDERED = (
     "vars.",
@@ -53,26 +52,56 @@ _MODEL = ("kind", "model", "lora", "options.revision", "server.command")
 _READ_TO_SELECT = {
     *("extract", "choices", "reference", "reference_run", "scorers", "mode", "rules"),
 }
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+Facts = Mapping[str, Mapping[str, Any]]
+"""Facts by dotted key and name, such as the commit of each model on the hub."""
 CHANGING = "changing"  # stored instead of the hash of a file that changed while a run read it
-_WHOLE_BYTES = 8 * 2**20  # of a larger file only blocks are read
-_BLOCKS, _BLOCK_BYTES, _END_BYTES = 64, 2**16, 2**20
 
 
-def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the identity of a run as one dict by dotted key, with secrets masked.
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Everything that decides the answers of a run.
+
+    - ``job``: settings by dotted key, with secrets masked.
+    - ``files``: hashes of the files from which engines and functions are loaded, by dotted key.
+    - ``found``: facts, which are compared name by name, if both identities have the name.
+    """
+
+    job: dict[str, Any]
+    files: dict[str, Any]
+    found: dict[str, dict[str, Any]]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the setting ``key`` of the job."""
+        return self.job.get(key, default)
+
+    def with_secrets_of(self, then: Identity) -> Identity:
+        """Return this identity with masked secrets replaced by those of ``then``, where they may be the same."""
+        return replace(self, job=known_of(self.job, then.job))
+
+    def with_facts(self, found: Facts) -> Identity:
+        """Return this identity with the facts of ``found`` added; they replace facts with the same name."""
+        return replace(self, found=_joined(self.found, found))
+
+
+def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> Identity:
+    """Return the identity of a run.
 
     ``prompt_files``: hashes of the files that the prompts of all rows include.
     """
-    found = dict(_marked(job))
+    settings = dict(_marked(job))
+    files, found = _files_of_engine(job), _facts_of_engine(job)
     for name in ("steps", "engines", "prompt.system_file", "prompt.user_file", "retry.reask_note"):
-        del found[name]
-    found |= {f"vars.{name}": value for name, value in found.pop("vars").items()}
-    found |= {"prompt.texts": job.prompt.texts or None, **_of_texts(job), **_of_engine(job, found)}
+        del settings[name]
+    settings |= {f"vars.{name}": value for name, value in settings.pop("vars").items()}
+    settings |= {"prompt.texts": job.prompt.texts or None, **_of_texts(job)}
+    settings |= _settings_of_engine(job, settings)
     for step in job.steps:
-        found |= _of_step(job, step)
+        settings |= _of_step(job, step)
     for name, engine in job.engines.items():
-        found |= _of_named_engine(name, engine)
+        its = identity(JobConfig(engine=engine))
+        settings |= _of_named_engine(name, its.job)
+        files |= _of_named_engine(name, its.files)
+        found |= _of_named_engine(name, its.found)
     if job.select.by is not None:
         scorers = {
             name: parameters
@@ -80,15 +109,24 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> d
             if job.select.by == "scorer" and job.select.scorer in (None, name)
         }
         scoring = job.scoring.model_copy(update={"scorers": scorers})
-        found["select.scoring"] = scoring.model_dump(include=_READ_TO_SELECT, exclude_defaults=True)
+        settings["select.scoring"] = scoring.model_dump(
+            include=_READ_TO_SELECT, exclude_defaults=True
+        )
     if job.rollout is not None:
         place, _, name = job.rollout.function.rpartition(":")
-        found |= {"rollout.function": f"{Path(place).name}:{name}", **of_function(job)}
+        settings["rollout.function"] = f"{Path(place).name}:{name}"
+        files["rollout.source"] = _hash_of_function(place)
     if prompt_files:
         found["prompt.files"] = prompt_files
     if not job.may_have_vectors:  # without vectors it has no effect
-        del found["output.vector_dtype"]
-    plain: dict[str, Any] = orjson.loads(orjson.dumps(found, default=str))
+        del settings["output.vector_dtype"]
+    files = {key: value for key, value in files.items() if value is not None}
+    return Identity(*map(_as_stored, (settings, files, found)))
+
+
+def _as_stored(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of an identity as JSON has it, with secrets masked."""
+    plain: dict[str, Any] = orjson.loads(orjson.dumps(part, default=str))
     return {k: masked(v, k, _fingerprint_mask, _fingerprint_part) for k, v in plain.items()}
 
 
@@ -105,39 +143,40 @@ def _of_texts(job: JobConfig) -> dict[str, Any]:
     }
 
 
-def _of_engine(job: JobConfig, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the identity of ``job.engine``. Removes from ``found`` the marked keys that the result replaces by hashes
-    or parts."""
-    options = found.pop("engine.options")
+def _settings_of_engine(job: JobConfig, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of ``job.engine`` that need more than a copy. Removes from ``settings`` the marked keys that
+    these, files or facts replace."""
+    del settings["engine.loras"]
     its = {
         f"engine.options.{name}": value
-        for name, value in options.items()
+        for name, value in settings.pop("engine.options").items()
         if name not in SPEED_OPTIONS and (name != "load_format" or value in _LOAD_FORMATS)
     }
-    its |= {
-        "engine.model_files": model_fingerprint(job.engine.model_source),
-        "engine.lora_files": model_fingerprint(job.engine.lora or ""),
-        "engine.chat_template_text": _chat_template(options.get("chat_template")),
-    }
-    if (command := found.pop("engine.server.command", None)) is not None:
+    if (command := settings.pop("engine.server.command", None)) is not None:
         its["engine.server.command"] = what_decides_answers(command)
-    if loras := found.pop("engine.loras"):
-        its["engine.loras"] = {
-            name: adapter_fingerprint(place) or place for name, place in loras.items()
-        }
-    if files := {name: model_fingerprint(name) for name in _files(job)}:
-        its["engine.files"] = files
-    if commits := hub_commits(job):
-        its["engine.commits"] = commits
     return its
 
 
-def _of_named_engine(name: str, engine: EngineTable) -> dict[str, Any]:
-    """Return the identity of the engine ``name`` in ``[engines]``, without unset keys."""
-    its = identity(JobConfig(engine=engine))
+def _files_of_engine(job: JobConfig) -> dict[str, Any]:
+    return {
+        "engine.model_files": model_fingerprint(job.engine.model_source),
+        "engine.lora_files": model_fingerprint(job.engine.lora or ""),
+        "engine.chat_template_text": _chat_template(job.engine.options.get("chat_template")),
+        "engine.files": {name: model_fingerprint(name) for name in _files(job)} or None,
+    }
+
+
+def _facts_of_engine(job: JobConfig) -> dict[str, Any]:
+    loras = {name: adapter_fingerprint(at) or at for name, at in job.engine.loras.items()}
+    facts = {"engine.loras": loras, "engine.commits": hub_commits(job)}
+    return {key: names for key, names in facts.items() if names}
+
+
+def _of_named_engine(name: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of the identity of the engine ``name`` in ``[engines]``, without unset keys."""
     return {
         f"engines.{name}.{key.removeprefix('engine.')}": value
-        for key, value in its.items()
+        for key, value in part.items()
         if key.startswith("engine.") and value is not None
     }
 
@@ -158,20 +197,13 @@ def _of_step(job: JobConfig, step: StepTable) -> dict[str, Any]:
     return {f"steps.{step.name}.{k}": v for k, v in found.items() if v not in (None, [], {})}
 
 
-def of_function(job: JobConfig) -> dict[str, str | None]:
-    """Return the hash of the file that contains ``rollout.function``, under the key ``rollout.source``.
-
-    The hash is None if the file can't be read. Without ``[rollout]`` the result is {}.
-    """
-    if job.rollout is None:
-        return {}
-    place = job.rollout.function.rpartition(":")[0]
+def _hash_of_function(place: str) -> str | None:
+    """Return the hash of the Python file or module ``place``; None if it can't be read."""
     try:
         path = place if place.endswith(".py") else getattr(find_spec(place), "origin", None)
-        source = hashlib.sha256(read_bytes(path or "")).hexdigest()[:16]
+        return hashlib.sha256(read_bytes(path or "")).hexdigest()[:16]
     except (OSError, ImportError, ValueError):  # the code that loads the function reports the error
-        source = None
-    return {"rollout.source": source}
+        return None
 
 
 def _files(job: JobConfig) -> Iterator[str]:
@@ -184,20 +216,22 @@ def _files(job: JobConfig) -> Iterator[str]:
             yield value
 
 
-def engine_identity(job: JobConfig) -> dict[str, Any]:
-    """Return the part of ``identity`` about the engine and its files. The files are opened again at each start.
+def engine_identity(job: JobConfig) -> Identity:
+    """Return the part of ``identity`` about engines and the files that are opened again at each start.
 
     Commits of models on the hub are left out, since loading a model may fetch a newer one.
     """
-    found = {k: v for k, v in identity(job).items() if k.startswith(("engine.", "engines."))}
-    return {k: v for k, v in found.items() if v is not None and home_of(k) not in _LEARNED}
+    whole = identity(job)
+    of_engines = ("engine.", "engines.")
+    settings = {key: value for key, value in whole.job.items() if key.startswith(of_engines)}
+    found = {key: names for key, names in whole.found.items() if home_of(key) not in _LEARNED}
+    return Identity(settings, whole.files, found)
 
 
-def names_same_model(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def names_same_model(then: Identity, now: Identity) -> bool:
     """Return whether the old identity ``then`` and the new one ``now`` name the same models; options may differ."""
     names = {f"engine.{name}" for name in _MODEL}
-    keys = {key for each in (then, now) for key in each if home_of(key) in names}
-    return not differences(*({key: each.get(key) for key in keys} for each in (then, now)))
+    return all(home_of(key) not in names for key, _, _ in _changed(then.job, now.job))
 
 
 def hub_commits(job: JobConfig) -> dict[str, str]:
@@ -238,22 +272,20 @@ def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
     }
 
 
-def check_found(then: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity ``then`` with the facts added that a loaded engine reports: hub commits and served models.
-
-    - ``then``: the identity of the run so far.
-    - ``found``: the reported facts by identity key, for example ``engine.commits``.
+def check_found(then: Facts, found: Facts) -> Facts:
+    """Return the facts ``then`` with those of ``found`` added, which a loaded engine reports: hub commits and served
+    models.
 
     Raises:
         EngineError: a reported fact differs from the one in ``then``, so the model has changed.
     """
-    if changes := differences({key: then.get(key, {}) for key in found}, found):
+    if changes := [f"{key}: {beside(old, new)}" for key, old, new in _changed_facts(then, found)]:
         raise EngineError(
             "the model has changed since the run began, and all answers of a run must come from one"
             f" model: {'; '.join(changes)}. Every finished row is on disk: restore that model and run"
             " the same command again, or begin a new run (--fresh)"
         )
-    return continued(then, {**then, **found})
+    return _joined(then, found)
 
 
 def _marked(table: Table, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -274,52 +306,61 @@ def scoring_of(job: JobConfig) -> str:
     return hash_of(orjson.loads(orjson.dumps(job.scoring.model_dump(), default=str)))
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(then: Identity, now: Identity) -> list[str]:
     """Return one line per key whose value differs between two identities: the key, the value ``then``, the value
     ``now``.
 
     A masked secret of unknown value equals every value. A file that changed while a run used it differs from every
     file, because some rows saw its old content and other rows its new content.
     """
-    then, now = dict(then), dict(now)
-    for key in _keys_with_facts(then, now):
-        old, new = then.pop(key, {}), now.pop(key, {})
-        names = [name for name in old if name in new and CHANGING in (old[name], new[name])]
-        new = {**new, **dict.fromkeys(names, f"not one content ({CHANGING})")}
-        changed = [name for name in old if name in new and old[name] != new[name]]
-        if changed:
-            then[key], now[key] = ({name: of[name] for name in changed} for of in (old, new))
-    lines = []
-    for key in sorted({*then, *now}):
+    changes = [
+        *_changed(then.job, now.job),
+        *_changed(then.files, now.files),
+        *_changed_facts(then.found, now.found),
+    ]
+    changes.sort(key=lambda change: change[0])
+    return [f"{key}: {beside(old, new)}" for key, old, new in changes]
+
+
+def changed_settings(then: Identity, now: Identity) -> set[str]:
+    """Return the keys of the job whose values differ between two identities."""
+    return {key for key, _, _ in _changed(then.job, now.job)}
+
+
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key whose value differs, with the value ``then`` and the value ``now``."""
+    for key in {*then, *now}:
         old, new, sort = then.get(key), now.get(key), not home_of(key).startswith(_ORDERED)
         if _json(known_of(new, old, key), sort=sort) != _json(known_of(old, new, key), sort=sort):
-            lines.append(f"{key}: {beside(old, new)}")
-    return lines
+            yield key, old, new
 
 
-def continued(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def _changed_facts(then: Facts, now: Facts) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key whose facts differ, with the facts that differ on both sides."""
+    for key in then.keys() & now.keys():
+        pairs = {name: (old, now[key][name]) for name, old in then[key].items() if name in now[key]}
+        differ = {
+            name: pair for name, pair in pairs.items() if pair[0] != pair[1] or CHANGING in pair
+        }
+        if differ:
+            yield (
+                key,
+                {name: old for name, (old, _) in differ.items()},
+                {name: new for name, (_, new) in differ.items()},
+            )
+
+
+def _joined(then: Facts, now: Facts) -> dict[str, dict[str, Any]]:
+    return {key: {**then.get(key, {}), **now.get(key, {})} for key in {**then, **now}}
+
+
+def continued(then: Identity, now: Identity) -> Identity:
     """Return the identity of a run that began as ``then`` and is continued as ``now``.
 
     It is ``now`` with two kinds of values from ``then`` added: masked secrets, and facts of loaded models such as hub
     commits.
     """
-    known: dict[str, Any] = known_of(dict(now), dict(then))
-    found = {key: {**then.get(key, {}), **now.get(key, {})} for key in _keys_with_facts(then, now)}
-    return known | {key: names for key, names in found.items() if names}
-
-
-def facts_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of ``identity`` that holds facts by name, such as hub commits and hashes of prompt files."""
-    return {key: identity[key] for key in _keys_with_facts(identity)}
-
-
-def _keys_with_facts(*identities: Mapping[str, Any]) -> set[str]:
-    """Return the keys in any of ``identities`` that are listed in ``_FOUND``, also those of ``[engines]`` and steps.
-
-    The value of such a key is a dict of facts by name: a model's hub commit, the hash of a prompt file. Under these
-    keys, identities are compared and merged name by name.
-    """
-    return {key for found in identities for key in found if home_of(key) in _FOUND}
+    return replace(now.with_secrets_of(then), found=_joined(then.found, now.found))
 
 
 def known_of(value: Any, other: Any, key: str = "") -> Any:
@@ -338,50 +379,6 @@ def known_of(value: Any, other: Any, key: str = "") -> Any:
     if isinstance(value, str) and MASK in secrets_in(value, key):
         return other if value in (MASK, masked(other, key)) else value
     return value
-
-
-def adapter_fingerprint(folder: str) -> str | None:
-    """Return a hash of the adapter files in ``folder`` that vLLM reads. Other files, which trainers write, are ignored.
-
-    Returns None if ``folder`` has no such files, or is a name on the hub.
-    """
-    paths = [path for name in ADAPTER_FILES if (path := Path(folder, name)).is_file()]
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with open_regular(path) as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16] if paths else None
-
-
-def model_fingerprint(model: str) -> str | None:
-    """Return a hash of a model's file, or of the files in its folder; None if ``model`` is a name.
-
-    Small files are read completely. For large files only both ends and evenly spread blocks are read, since reading a
-    whole large model would take minutes.
-    """
-    place = Path(model)
-    if not model or not (place.is_file() or place.is_dir()):
-        return None
-    digest = hashlib.sha256()
-    for path in [place] if place.is_file() else sorted(filter(Path.is_file, place.iterdir())):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with open_regular(path) as file:
-            for start, length in _spans(size):
-                file.seek(start)
-                digest.update(file.read(length))
-    return digest.hexdigest()[:16]
-
-
-def _spans(size: int) -> Iterator[tuple[int, int]]:
-    if size <= _WHOLE_BYTES:
-        yield 0, size
-        return
-    yield 0, _END_BYTES
-    yield size - _END_BYTES, _END_BYTES
-    for n in range(_BLOCKS):
-        yield n * (size - _BLOCK_BYTES) // (_BLOCKS - 1), _BLOCK_BYTES
 
 
 def _reask(job: JobConfig) -> Any:

@@ -1,6 +1,6 @@
 """``manifest.json``: the job and the input with which a run began.
 
-``identity`` holds everything that decides the answers, by dotted key. The input's files are listed in ``input``. A
+``identity`` holds everything that decides the answers (``identity.py``). The input's files are listed in ``input``. A
 resume checks that both are unchanged. The first start writes the manifest; later starts append their notes to
 ``starts.jsonl`` (``starts.py``). Only a requeue, or a start of a run without records, replaces it.
 """
@@ -23,7 +23,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import StoreError
 from batchkit.storage.checkpoint import CHECKPOINT
 from batchkit.storage.files import disk_errors, write_atomically
-from batchkit.storage.identity import identity
+from batchkit.storage.identity import Identity, identity
 from batchkit.storage.log import RESULTS
 from batchkit.storage.runfolder import MANIFEST
 from batchkit.types import utc_now
@@ -66,7 +66,7 @@ class Manifest(_Part):
     batchkit: str = ""
     created_at: str = ""
     input: list[FileFingerprint]
-    identity: dict[str, Any]
+    identity: Identity
     model: Model
     seed: int | None
     merged_from: list[str] | None = None
@@ -94,7 +94,7 @@ class Manifest(_Part):
             seed=job.run.seed,
         )
 
-    def renewed(self, new: Manifest, identity: dict[str, Any]) -> Manifest:
+    def renewed(self, new: Manifest, identity: Identity) -> Manifest:
         """Return this run's manifest with the input and the model of ``new``, and with ``identity``."""
         update = {key: getattr(new, key) for key in ("input", "model", "seed")}
         return self.model_copy(update={**update, "identity": identity})

@@ -16,6 +16,7 @@ import os
 import platform
 import socket
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -143,8 +144,8 @@ class History(_Part):
     def added_to(self, manifest: Manifest) -> Manifest:
         """Return the run's ``manifest`` with ``checked``, ``found`` and ``input`` added."""
         then, files = manifest.identity, manifest.input if self.input is None else self.input
-        found = {key: {**then.get(key, {}), **names} for key, names in self.found.items()}
-        return manifest.model_copy(update={"identity": then | self.checked | found, "input": files})
+        now = replace(then, job=then.job | self.checked).with_facts(self.found)
+        return manifest.model_copy(update={"identity": now, "input": files})
 
     @property
     def last_start(self) -> StartNote | None:

@@ -126,7 +126,7 @@ def test_a_merge_leaves_its_runs_as_they_are_and_their_torn_ends_behind() -> Non
     assert [start["command"] for start in found["starts"]] == ["run", "run", "run", "merge"]
     assert [start.get("run") for start in found["starts"][:3]] == found["merged_from"]
     assert (found["name"], found["total"]) == ("merged", 50)
-    assert "input.shard" not in found["identity"]
+    assert "input.shard" not in found["identity"]["job"]
 
 
 def test_what_a_killed_merge_has_left_is_removed_by_the_next() -> None:

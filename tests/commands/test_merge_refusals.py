@@ -71,9 +71,9 @@ def test_shards_of_two_models_are_refused_also_after_one_without_rows() -> None:
 def test_merged_run_knows_what_its_parts_have_found() -> None:
     shards = served_shards("a", "a", "")
     assert merge(*shards).exit_code == 0
-    known = manifest(shards[0])["identity"]["engine.served"]
-    assert "engine.served" not in manifest(shards[2])["identity"]
-    assert manifest(MERGED)["identity"]["engine.served"] == known
+    known = manifest(shards[0])["identity"]["found"]["engine.served"]
+    assert "engine.served" not in manifest(shards[2])["identity"]["found"]
+    assert manifest(MERGED)["identity"]["found"]["engine.served"] == known
 
 
 @pytest.mark.parametrize("n_shards", [1, 2])

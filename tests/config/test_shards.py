@@ -138,7 +138,7 @@ def test_folder_of_a_shard_cannot_become_that_of_another() -> None:
     prepare(50)
     run("--shard", "0/2")
     manifest_file = shard(0, 2) / "manifest.json"
-    assert manifest(shard(0, 2))["identity"]["input.shard"] == "0/2"
+    assert manifest(shard(0, 2))["identity"]["job"]["input.shard"] == "0/2"
     shard(0, 2).rename(shard(1, 2))
     found = run("--shard", "1/2")
     assert found.exit_code == 2

@@ -90,11 +90,11 @@ def test_texts_to_embed_are_sent_as_they_are(prompt: dict[str, Any], is_chat: bo
 
 def test_what_decides_the_answers_of_a_pooling_task_is_identity() -> None:
     scored = identity(job(task="score", pair=PAIR, pooling={"use_activation": False}))
-    assert scored["task"] == "score"
-    assert scored["pair.documents"] == "{{ d }}"
-    assert scored["pooling.use_activation"] is False
-    assert "output.vector_dtype" not in scored
-    assert identity(job(task="embed"))["output.vector_dtype"] == "float32"
+    assert scored.job["task"] == "score"
+    assert scored.job["pair.documents"] == "{{ d }}"
+    assert scored.job["pooling.use_activation"] is False
+    assert "output.vector_dtype" not in scored.job
+    assert identity(job(task="embed")).job["output.vector_dtype"] == "float32"
 
 
 def test_a_pooling_job_is_written_down_and_read_again() -> None:

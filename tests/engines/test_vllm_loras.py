@@ -221,7 +221,7 @@ def test_an_adapter_on_the_hub_is_found_by_its_name(
     open_preflight(job)
     (adapter,) = adapters_of(job)
     assert adapter.folder == cached / "snapshots" / COMMIT
-    assert identity(job)["engine.commits"] == {"some/legal": COMMIT}
+    assert identity(job).found["engine.commits"] == {"some/legal": COMMIT}
     engine["loras"] = {"gone": "some/gone"}
     with pytest.raises(JobError, match=r"engine\.loras\.gone: some/gone: .* not found on the hub"):
         open_preflight(make_job({"engine": engine, "prompt": {"lora": "gone"}}, "job.toml"))

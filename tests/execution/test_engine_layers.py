@@ -234,12 +234,12 @@ def test_a_layer_may_hold_answers_while_the_engine_is_idle_if_it_counts_them() -
 def test_layers_belong_to_the_identity_of_a_run() -> None:
     prepare(2, engine={"layers": ["counting"]})
     run()
-    assert manifest()["identity"]["engine.layers"] == {"counting": {}}
+    assert manifest()["identity"]["job"]["engine.layers"] == {"counting": {}}
     write_job()
     ended = run()
     assert ended.returncode == 2
     assert "engine.layers" in ended.stderr
-    assert json.loads((RUN / "manifest.json").read_text())["identity"]["engine.layers"]
+    assert json.loads((RUN / "manifest.json").read_text())["identity"]["job"]["engine.layers"]
 
 
 @pytest.mark.parametrize(

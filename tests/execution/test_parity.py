@@ -97,7 +97,7 @@ def test_a_run_without_pending_rows_is_not_checked(run: Run) -> None:
     done = run({**NGRAM, "wrong": [0, 1, 2]})
     assert (done.returncode, "nothing left to run" in done.stderr) == (0, True)
     assert not (RUN / "parity").exists()
-    assert KEY not in current_manifest(RUN).identity
+    assert KEY not in current_manifest(RUN).identity.job
 
 
 @pytest.mark.parametrize(

@@ -376,4 +376,4 @@ def test_what_decides_the_choice_is_part_of_the_runs_identity(
     ended = run(None, [row("r")], select=select, scoring=changed, sampling=SEVERAL)
     assert ended.exit_code == 2
     assert "select.scoring" in ended.stderr
-    assert manifest()["identity"]["select.by"] == select["by"]
+    assert manifest()["identity"]["job"]["select.by"] == select["by"]

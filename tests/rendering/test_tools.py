@@ -73,8 +73,8 @@ def test_parameters_with_the_name_of_a_secret_are_kept(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "log_in", "parameters": schema}}]
     sampling = {"structured_outputs": {"json": schema}}
     made = job(prompt={**USER, "tools": tools}, sampling=sampling)
-    assert identity(made)["prompt.tools"] == tools
-    assert identity(made)["sampling.structured_outputs"] == {"json": schema}
+    assert identity(made).job["prompt.tools"] == tools
+    assert identity(made).job["sampling.structured_outputs"] == {"json": schema}
     write_job(tmp_path, made)
     assert job_of_run(tmp_path).prompt.tools == tools
 

@@ -16,6 +16,7 @@ from batchkit.config.tables.base import Mark
 from batchkit.errors import EngineError
 from batchkit.storage.identity import (
     CHANGING,
+    Identity,
     check_found,
     differences,
     hub_commits,
@@ -76,7 +77,7 @@ def test_chat_template_is_read_however_long_its_path_is(tmp_path: Path) -> None:
     for template, text in ((str(path), "{{ messages }}"), ("{{ messages }}" * 50, None)):
         options = {"chat_template": template}
         job = JobConfig.model_validate({"engine": {"model": "m", "options": options}})
-        assert identity(job)["engine.chat_template_text"] == text
+        assert identity(job).files.get("engine.chat_template_text") == text
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -125,8 +126,8 @@ def test_name_on_the_hub_that_moved_to_another_commit_is_another_model(
     ref.parent.mkdir(parents=True)
     ref.write_text("a" * 40)
     begun = identity(job)
-    noted = check_found(unknown, {"engine.commits": hub_commits(job)})
-    assert noted == begun
+    noted = check_found(unknown.found, {"engine.commits": hub_commits(job)})
+    assert noted == begun.found
     ref.write_text("b" * 40)
     (message,) = differences(begun, identity(job))
     assert message.startswith('engine.commits: {"acme/tiny":"aaa')
@@ -174,7 +175,7 @@ def test_other_names_on_the_hub_that_moved_are_noticed(
 
 
 def test_file_that_changed_while_a_run_used_it_differs_from_itself() -> None:
-    mixed = {"prompt.files": {"prompt.texts.guide": CHANGING}}
+    mixed = Identity({}, {}, {"prompt.files": {"prompt.texts.guide": CHANGING}})
     (message,) = differences(mixed, mixed)
     assert message.startswith('prompt.files: {"prompt.texts.guide":"changing"} → ')
 

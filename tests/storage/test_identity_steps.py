@@ -193,8 +193,8 @@ def test_a_commit_that_is_learned_later_is_no_change() -> None:
     job = several()
     assert run(job)[0] == 0
     manifest = json.loads((RUN / "manifest.json").read_text())
-    manifest["identity"]["engines.judge.commits"] = {"org/m": "1"}
+    manifest["identity"]["found"]["engines.judge.commits"] = {"org/m": "1"}
     (RUN / "manifest.json").write_text(json.dumps(manifest))
     assert run(job)[0] == 0
-    kept = json.loads((RUN / "manifest.json").read_text())["identity"]
+    kept = json.loads((RUN / "manifest.json").read_text())["identity"]["found"]
     assert kept["engines.judge.commits"] == {"org/m": "1"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_a_history_is_read_as_it_was_noted(tmp_path: Path) -> None:
     assert not {"engine", "workers", "seconds"} & again.last.model_fields_set
     put(tmp_path, EVERYTHING)
     found = current_manifest(tmp_path).identity
-    assert found == EVERYTHING["identity"] | {"engine.commits": {"m": "abc"}}
+    assert asdict(found) == EVERYTHING["identity"] | {"found": {"engine.commits": {"m": "abc"}}}
 
 
 def test_what_has_not_changed_is_not_written_again(tmp_path: Path) -> None:

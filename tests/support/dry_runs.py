@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def manifest(folder: Path = RUN) -> dict[str, Any]:
     return (
         found
         | history.model_dump(exclude_unset=True)
-        | {"identity": current_manifest(folder).identity}
+        | {"identity": asdict(current_manifest(folder).identity)}
     )
 
 

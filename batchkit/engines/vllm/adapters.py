@@ -19,7 +19,7 @@ import orjson
 from batchkit.config.regular_file import read_bytes
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
-from batchkit.storage.identity import ADAPTER_FILES, adapter_fingerprint
+from batchkit.storage.fingerprints import ADAPTER_FILES, adapter_fingerprint
 
 CONFIG, WEIGHTS = ADAPTER_FILES
 _MOST_RANK = 512  # vLLM's limit
