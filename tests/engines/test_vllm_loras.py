@@ -112,32 +112,6 @@ def test_adapters_by_turns_share_no_cache_over_a_long_prefix_and_an_unknown_one_
     assert "known: a, b" in far["error"]["message"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_that_hardly_differ_are_not_taken_for_mixed_up(
-    dtype: str, job: Callable[..., None], text_model: Path, adapters: Path, tmp_path: Path
-) -> None:
-    """Two names for the same files, a later checkpoint of them, and two that do nothing."""
-    near = tmp_path / "near"
-    shutil.copytree(adapters / "a", near)
-    data = bytearray((near / WEIGHTS).read_bytes())
-    data[-4:] = b"\x00\x00\x80\x3d"
-    (near / WEIGHTS).write_bytes(data)
-    for name in ("zero", "faint"):
-        write_adapter(tmp_path / name, text_model, strength={"zero": 0, "faint": 1e-4}[name])
-    folders = {"a": adapters / "a", "again": adapters / "a", "near": near, "b": adapters / "b"}
-    folders |= {"zero": tmp_path / "zero", "faint": tmp_path / "faint"}
-    rows = [{"q": q, "adapter": name} for q in TEXTS for name in ("", *folders)]
-    loras = {name: str(folder) for name, folder in folders.items()}
-    options = {**TEXT_ONLY, "dtype": dtype, "max_loras": 3}
-    job(rows, "", engine={"loras": loras, "options": options}, run={"look_ahead": 1})
-    found = run(tmp_path)
-    assert {record["status"] for record in found} == {"ok"}
-    if dtype == "float32":
-        by_name = [{r["lora"]: r["text"] for r in found[n : n + 7]} for n in range(0, len(rows), 7)]
-        assert all(each["a"] == each["again"] for each in by_name)
-        assert all(each[""] == each["zero"] != each["b"] for each in by_name)
-
-
 def _change(folder: Path, **keys: Any) -> None:
     path = folder / CONFIG
     path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
