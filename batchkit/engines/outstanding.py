@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from batchkit.engines.base import Engine, EngineLoad
 from batchkit.errors import EngineError
@@ -58,9 +57,12 @@ class Outstanding:
 
     def _fault(self, key: tuple[Key, str], fault: str) -> EngineError:
         index = key[0] if isinstance(key[0], int) else key[0][0]
+        row = (
+            f"row {index} (id {key[1]})" if key[1] else f"row {index}"
+        )  # a child process has no ids
         return EngineError(
-            f"{self._plug_in}: row {index} (id {key[1]}) {fault}; correct the code of this plug-in: every request"
-            f" must come back once, and {self._duty}"
+            f"{self._plug_in}: {row} {fault}; correct the code of this plug-in: every request must come back once, and"
+            f" {self._duty}"
         )
 
 
@@ -69,23 +71,13 @@ class CheckedEngine:
 
     def __init__(self, engine: Engine, kind: str) -> None:
         self._engine = engine
+        self.max_num_seqs, self.limits = engine.max_num_seqs, engine.limits
+        self.versions = engine.versions
         self._open = Outstanding(
             f'engine.kind = "{kind}"',
             "`load()` counts it as running or waiting until `poll()` can return it",
         )
         self._had_none = False  # the engine had no request at the last ``load``
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self._engine.max_num_seqs
-
-    @property
-    def limits(self) -> Mapping[str, Any]:
-        return self._engine.limits
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        return self._engine.versions
 
     def submit(self, request: Request) -> None:
         self._had_none = False
