@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ from batchkit.config.tables import JobConfig
 from batchkit.engines.registry import open_engine
 from batchkit.engines.vllm.stepper import Stepper
 from tests.support.engine_requests import collect, request
+from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
 
 if TYPE_CHECKING:
@@ -120,3 +124,27 @@ def test_drafts_of_speculative_decoding_are_counted(vllm_job: Callable[..., JobC
         assert engine.load().drafts == 0, "each is counted once"
     assert drafts > 0
     assert 0 <= accepted <= 3 * drafts
+
+
+def test_looking_for_n_grams_leaves_torch_its_number_of_threads() -> None:
+    """vLLM looks for them with numba, which shares OpenMP with torch, and starts a thread for each core."""
+    code = """
+from batchkit.engines.vllm.options import set_environment
+set_environment()
+import torch
+from numba import njit, prange
+@njit(parallel=True)
+def total(n):
+    found = 0
+    for i in prange(n):
+        found += i
+    return found
+total(8)
+print(torch.get_num_threads())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("NUMBA_NUM_THREADS", None)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert ended.stdout.split() == ["1"]

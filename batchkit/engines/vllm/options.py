@@ -319,6 +319,9 @@ def set_environment(log_level: str = QUIET) -> None:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }.items():
         os.environ.setdefault(name, value)
+    if (threads := os.environ.get("OMP_NUM_THREADS")) is not None:
+        # n-gram speculation uses numba, which otherwise gives torch as many OpenMP threads as there are cores.
+        os.environ.setdefault("NUMBA_NUM_THREADS", threads)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(vllm|transformers)\.")
     # vLLM warns on import, before it has read the level from the environment.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
