@@ -13,25 +13,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from batchkit.config.regular_file import open_regular
 from batchkit.errors import StoreError
-from batchkit.storage.files import open_private
+from batchkit.storage.files import disk_errors, open_private
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.log import opened_log
 
 INDEX = "answers.index"
-_HASH = re.compile(rb'"request_hash":"([0-9a-f]{32})"')
-_IS_OK = b'"status":"ok"'
-_HEADER = struct.Struct(
-    "<8sQQQQ"
-)  # magic, slots, used slots, end of the indexed part, its checksum
+# Magic, slots, used slots, end of the indexed part, its checksum.
+_HEADER = struct.Struct("<8sQQQQ")
 _MAGIC = b"answers1"
 _FIRST_SLOT = 64
 _SLOT = struct.Struct("<8sQ")  # the beginning of a hash, and the offset of its line plus 1
 _SLOTS_AT_ONCE = 4
 _LEAST_SLOTS = 2**12
+_HASH_BYTES = 16
+# Quicker than parsing; a line that only looks like an answer does no harm in ``SeenHashes``.
+_IS_OK, _HASH = b'"status":"ok"', re.compile(rb'"request_hash":"([0-9a-f]{32})"')
 _LINE_BYTES = 2**14  # read first; most lines are shorter
 _BLOCK_BYTES = 2**26
 _CHECKED_BYTES = 256  # before the end of the indexed part
@@ -45,7 +46,7 @@ class AnswerIndex:
     folder can't be written, the index is built in a temporary file. The file is a cache and may be deleted.
 
     Raises:
-        StoreError: the log can't be read.
+        StoreError: the log can't be read, or the disk is full.
     """
 
     def __init__(self, log: Path) -> None:
@@ -57,8 +58,9 @@ class AnswerIndex:
         self._file = _table_beside(log)
         magic, *header = _HEADER.unpack(os.pread(self._file, _HEADER.size, 0).ljust(_HEADER.size))
         self._n_slots, self._n_used, self._end, checksum = header
-        if magic != _MAGIC or checksum != self._checksum():
-            self._clear(_LEAST_SLOTS)
+        is_whole = os.fstat(self._file).st_size == _FIRST_SLOT + self._n_slots * _SLOT.size
+        if magic != _MAGIC or not is_whole or checksum != self._checksum():
+            self._n_slots, self._n_used, self._end = 0, 0, 0
         self.update()
 
     def find(self, request_hash: str) -> dict[str, Any] | None:
@@ -66,15 +68,22 @@ class AnswerIndex:
         key = bytes.fromhex(request_hash)[:8]
         for offset in self._offsets(key):
             line: dict[str, Any] = orjson.loads(self._line(offset))
-            if line.get("request_hash") == request_hash and failure_kind(line) is None:
+            if line.get("request_hash") == request_hash:
                 return line
         return None
 
     def update(self) -> None:
         """Add the lines that were written to the log since the last update."""
-        size = os.fstat(self._log.fileno()).st_size
-        if size == self._end:
+        if self._n_slots and os.fstat(self._log.fileno()).st_size == self._end:
             return
+        with disk_errors(self._path, f"can't write {INDEX}"):
+            self._add_lines()
+
+    def _add_lines(self) -> None:
+        # If this process dies, the table is made again: it has entries that the header does not count.
+        os.pwrite(self._file, bytes(_HEADER.size), 0)
+        if not self._n_slots:
+            self._clear(_LEAST_SLOTS)
         self._log.seek(self._end)
         with os.fdopen(os.dup(self._log.fileno()), "rb") as lines:
             for raw in lines:
@@ -84,10 +93,11 @@ class AnswerIndex:
                     self._clear(4 * self._n_slots)
                     lines.seek(0)
                     continue
-                if _IS_OK in raw and (found := _HASH.search(raw)) is not None:
-                    self._add(bytes.fromhex(found[1].decode())[:8], self._end)
+                if (request_hash := _answered(raw)) is not None:
+                    self._add(bytes.fromhex(request_hash)[:8], self._end)
                 self._end += len(raw)
-        self._write_header()
+        header = self._n_slots, self._n_used, self._end, self._checksum()
+        os.pwrite(self._file, _HEADER.pack(_MAGIC, *header), 0)
 
     def close(self) -> None:
         self._log.close()
@@ -135,11 +145,6 @@ class AnswerIndex:
         os.ftruncate(self._file, 0)
         os.ftruncate(self._file, _FIRST_SLOT + n_slots * _SLOT.size)
         self._n_slots, self._n_used, self._end = n_slots, 0, 0
-        self._write_header()
-
-    def _write_header(self) -> None:
-        header = self._n_slots, self._n_used, self._end, self._checksum()
-        os.pwrite(self._file, _HEADER.pack(_MAGIC, *header), 0)
 
     def _checksum(self) -> int:
         """Return a checksum of the end of the indexed part, which differs if the log was replaced."""
@@ -214,6 +219,29 @@ def _table_of(numbers: bytes) -> array[int]:
         is_left = table[slots] != marks
         marks, slots = marks[is_left], (slots[is_left] + 1) & (n_slots - 1)
     return array("I", table.tobytes())
+
+
+class _Answer(msgspec.Struct):
+    """The keys of a line that show whether it has an answer, which may have no text."""
+
+    status: str
+    text: str | None = None
+    request_hash: str | None = None
+
+
+_answers = msgspec.json.Decoder(_Answer)
+
+
+def _answered(raw: bytes) -> str | None:
+    """Return the request hash of a line, or None if the line has no answer."""
+    try:
+        line = _answers.decode(raw)
+    except msgspec.MsgspecError:  # a damaged line
+        return None
+    if line.status != "ok" or len(line.request_hash or "") != 2 * _HASH_BYTES:
+        return None
+    has_text = bool(line.text and line.text.strip())
+    return line.request_hash if has_text or failure_kind(orjson.loads(raw)) is None else None
 
 
 def _empty_table(n_slots: int) -> array[int]:
