@@ -350,7 +350,7 @@ def test_hashes_that_begin_or_end_alike_are_told_apart() -> None:
 
 
 def test_the_answers_of_a_log_are_added(log: Path) -> None:
-    append(log, line(0) + line(1, "", None, {"status": "ok"}) + line(2))
+    append(log, line(0) + line(1, text=None) + line(2))
     seen = SeenHashes()
     seen.add_answers_of(log)
     assert [seen.add(hash_of(n)) for n in range(3)] == [True, False, True]

@@ -45,7 +45,8 @@ def equal_length_rows(n: int) -> None:
 
 def nul_bytes() -> None:
     content = LOG.read_bytes()
-    LOG.write_bytes(content[:1000] + bytes(50) + content[1050:])
+    start = content.index(b'"text"', 1000)
+    LOG.write_bytes(content[:start] + bytes(50) + content[start + 50 :])
 
 
 def newline_to_space() -> None:
