@@ -14,14 +14,13 @@ lengths are learned from finished rows (``answer_lengths.py``), so the rows in m
 
 from __future__ import annotations
 
+import pickle
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
-
-import msgspec
 
 from batchkit.errors import InputError
 from batchkit.rendering.ordering import size_of
@@ -44,8 +43,11 @@ _MOST_PARTS = 256  # open files
 _DEPTHS = (64, 256, 1024, 4096)  # characters
 _GROUP = 2  # rows that share the adapter and 256 characters are a group
 _LEAST_GAIN = 0.1
+_PIECES = 64  # of the rows in memory
+_LEAST_SEEN_AGAIN = 3  # groups; fewer are chance
 _LEAST_SORTED = 256  # rows that run before the others are sorted again
 _WRITTEN_AT_ONCE = 2**16
+_PROTOCOL = 5  # of pickle
 
 
 class Block(NamedTuple):
@@ -69,25 +71,29 @@ def first_block(rows: Iterator[Row], hint: Hint) -> Block:
 
 
 def shared_less(block: Block, n_rows: int, look_ahead: int) -> float:
-    """Return the share of shared beginnings that would be computed again if rows are only moved within ``look_ahead``
+    """Return the share of rows whose beginning would be computed again if rows are only moved within ``look_ahead``
     rows, estimated from ``block``. ``n_rows``: number of rows of the whole input.
 
-    If n rows are drawn from groups of equal size, two rows are of one group with probability p, and a group has about
-    1 + p × (number of rows - 1) rows.
+    The number of groups in the input is estimated with the formula of Chao and Lin (2012) from the number of groups that
+    occur in one piece of the block, and in two. Adjacent pieces count as one, so a group of a sorted input occurs in one.
     """
     keys = [_key(hint)[_GROUP] for hint in block.hints]
     n = len(keys)
-    if n <= look_ahead:
+    if n <= look_ahead or n_rows <= 0:
         return 0.0
-    windows = [keys[at : at + look_ahead] for at in range(0, n, look_ahead)]
-    in_window = n / sum(len(set(window)) for window in windows)
-    counts = Counter(keys).values()
-    in_block = n / len(counts)
-    if in_block < 1.1 * in_window:  # equal rows are near each other, or nowhere
+    in_windows = sum(len({*keys[at : at + look_ahead]}) for at in range(0, n, look_ahead))
+    last, times = dict[int, int](), Counter[int]()
+    for place, key in enumerate(keys):
+        piece = place * _PIECES // n
+        if last.get(key, -2) < piece - 1:
+            times[key] += 1
+        last[key] = piece
+    seen = Counter(times.values())
+    if len(times) - seen[1] < _LEAST_SEEN_AGAIN:  # equal rows are near each other, or nowhere
         return 0.0
-    chance = sum(count * (count - 1) for count in counts) / (n * (n - 1))
-    in_all = 1 + chance * (n_rows - 1)
-    return 1 / in_window - 1 / in_all
+    per_unseen = 2 * seen[2] + seen[1] * n / max(1, n_rows - n)
+    n_groups = len(times) + (seen[1] ** 2 / per_unseen if seen[1] else 0)
+    return max(0.0, in_windows / n - n_groups / n_rows)
 
 
 def worth_ordering(block: Block, n_rows: int | None, look_ahead: int) -> bool:
@@ -110,7 +116,7 @@ def ordered_in_memory(
     while len(left):
         lengths = np.array([expect(hints[place]) for place in left.tolist()], np.float32)
         left = keys.in_order(left, lengths)
-        n_now = max(_LEAST_SORTED, len(left) // 4)
+        n_now = keys.cut(left, max(_LEAST_SORTED, len(left) // 4))
         for place in left[:n_now].tolist():
             yield rows[place], keys.group(place)
         left = np.sort(left[n_now:])
@@ -185,6 +191,18 @@ class _Keys:
         found: Numbers = places[np.lexsort((-lengths, *reversed(deeper), top, -longest[top], lora))]
         return found
 
+    def cut(self, places: Numbers, least: int) -> int:
+        """Return how many of the first ``places`` to take, ``least`` to twice as many: those before the neighbors that
+        have least in common."""
+        import numpy as np
+
+        near = places[least - 1 : 2 * least]
+        if len(near) < 2:
+            return least
+        keys = [np.frombuffer(key, np.uint32)[near] for key in self._keys]
+        common = np.sum([key[1:] == key[:-1] for key in keys], axis=0)
+        return least + int(np.argmin(common))
+
     def group(self, place: int) -> int:
         """Return the number of a row's group, which is not 0."""
         return self._keys[_GROUP][place] + 1
@@ -212,16 +230,9 @@ def _by_first(keys: Numbers) -> Numbers:
     return found
 
 
-class _Stored(msgspec.Struct, array_like=True):
-    """A row in the file of a part."""
-
-    index: int
-    id: str
-    fields: dict[str, Any]
-
-
 class _Parts:
-    """The rows of the input, divided into files. It contains the indexes of its rows.
+    """The rows of the input, divided into files. It contains the indexes of its rows. The files are pickled, because a
+    prompt may show the type of a value, for example of a date; only this process writes and reads them.
 
     ``of_row``: as returned by ``_Keys.parts``.
     """
@@ -237,7 +248,6 @@ class _Parts:
         return isinstance(index, int) and index < len(self._of_row) and self._of_row[index] > 0
 
     def write(self, rows: Iterable[Row]) -> None:
-        encoder = msgspec.msgpack.Encoder()
         waiting = [bytearray() for _ in self._paths]
         advice = '; make room, set TMPDIR, or set run.order = "window"'
         with ExitStack() as held, disk_errors(self._folder.path, advice=advice):
@@ -247,11 +257,11 @@ class _Parts:
                     self._broken.append(row)
                     continue
                 try:
-                    content = encoder.encode(_Stored(row.index, row.id, {**row.fields}))
-                except Exception as error:
+                    content = pickle.dumps((row.index, row.id, {**row.fields}), _PROTOCOL)
+                except Exception as error:  # of a value's own code
                     raise InputError(
-                        f'row {row.index} (id {row.id}): run.order = "global" can store only texts, numbers,'
-                        f' lists and tables: {error}; set run.order = "window"'
+                        f'row {row.index} (id {row.id}): run.order = "global" can\'t store its values: {error}; set'
+                        ' run.order = "window"'
                     ) from error
                 part = int(self._of_row[row.index]) - 1
                 waiting[part] += len(content).to_bytes(4) + content
@@ -263,12 +273,11 @@ class _Parts:
 
     def load(self, number: int) -> list[Row]:
         """Return the rows of a part, in the order of the input, and remove its file."""
-        decode, rows = msgspec.msgpack.Decoder(_Stored).decode, list[Row]()
+        rows = list[Row]()
         content, at = memoryview(self._paths[number].read_bytes()), 0
         while at < len(content):
             end = at + 4 + int.from_bytes(content[at : at + 4])
-            stored = decode(content[at + 4 : end])
-            rows.append(Row(stored.index, stored.id, stored.fields))
+            rows.append(Row(*pickle.loads(content[at + 4 : end])))
             at = end
         rows += [row for row in self._broken if self._of_row[row.index] == number + 1]
         self._paths[number].unlink()
