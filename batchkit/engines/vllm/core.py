@@ -1,9 +1,14 @@
 """The place where vLLM's engine core (scheduler and model) runs.
 
-On a CPU the core runs in this process, which starts faster. On a GPU, or with very many concurrent requests, the core
-has its own process, as with ``vllm.LLM``. The Python code of a forward pass is then the bottleneck, and must not share
-the GIL with the code that submits requests and reads answers. The variable ``VLLM_ENABLE_V1_MULTIPROCESSING`` overrides
-this (0: in this process).
+On a GPU the core has its own process, as with ``vllm.LLM``: the Python code of a forward pass may be the bottleneck, and
+must not share the GIL with the code that submits requests and reads answers.
+
+On a CPU the core runs in this process, except with very many concurrent requests. A core in its own process starts 10
+to 15 s later, because that process imports vLLM again. At best it hides the time of the front end. If the CPU computes
+the model, that is about 3 % of the time with 23 million parameters, less with a larger model, and no gain was measured
+(benchmarks/LOG.md, 2026-11-30). Therefore the length of the run is not considered.
+
+The variable ``VLLM_ENABLE_V1_MULTIPROCESSING`` overrides this (0: in this process).
 
 An error in the core's process would reach this process without its type, so the core writes its cause of death to a
 file.
