@@ -36,6 +36,7 @@ from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, Total, check_unchanged, distrusted, from_job, watched
 from batchkit.sources.reader import is_fallback
 from batchkit.sources.rowhash import input_hash
+from batchkit.storage.answers import INPUT_HASH, SeenHashes
 from batchkit.storage.checkpoint import check_log
 from batchkit.storage.forecast_json import LENGTHS, lengths_in, update_forecast
 from batchkit.storage.identity import CHANGING
@@ -260,17 +261,35 @@ class Tasks:
             )
 
     def _without_records(self) -> Iterator[Row]:
-        """Yield rows that have neither a record in this run nor an answer in the run of ``--skip-from``."""
+        """Yield rows that have neither a record in this run nor an answer in the run of ``--skip-from``.
+
+        Rows that a run in ``run.reuse`` has answered come last, so that the engine begins with the others at once.
+        """
         skip_from = self._start.options.skip_from
         is_done = (
             None if skip_from is None else done_in(skip_from, self._start.job, self.input.source)
         )
         rows = self.input.source.read(self._run.ledger.totals.is_settled)
+        answered, later = self._answered_elsewhere(), IndexSet()
         for row in self.input.watched(rows):
             if is_done is not None and row.error is None and is_done(row):
                 self.elsewhere += 1
+            elif answered is not None and input_hash(row.fields) in answered:
+                later.add(row.index)
             else:
                 yield row
+        if later:
+            yield from self._only(later)
+
+    def _answered_elsewhere(self) -> SeenHashes | None:
+        """Return the input hashes of rows that the runs in ``run.reuse`` have answered; None if there are none, or if
+        the rows can be read only once."""
+        if not self.reused or self.may_wait:
+            return None
+        answered = SeenHashes()
+        for folder in self.reused:
+            answered.add_answers_of(folder / RESULTS, INPUT_HASH)
+        return answered
 
     def _only(self, indexes: Container[int] | IndexSet) -> Iterator[Row]:
         return self.input.watched(self.input.source.everything(lambda index: index not in indexes))

@@ -32,9 +32,11 @@ _SLOTS_AT_ONCE = 4
 _LEAST_SLOTS = 2**12
 _HASH_BYTES = 16
 # Quicker than parsing; a line that only looks like an answer does no harm in ``SeenHashes``.
-_IS_OK, _HASH = b'"status":"ok"', re.compile(rb'"request_hash":"([0-9a-f]{32})"')
+_IS_OK = b'"status":"ok"'
+REQUEST_HASH = re.compile(rb'"request_hash":"([0-9a-f]{16})')
+INPUT_HASH = re.compile(rb'"input_hash":"([0-9a-f]{16})"')
 _LINE_BYTES = 2**14  # read first; most lines are shorter
-_BLOCK_BYTES = 2**26
+_BLOCK_BYTES = 2**22
 _CHECKED_BYTES = 256  # before the end of the indexed part
 
 
@@ -168,44 +170,54 @@ def _table_beside(log: Path) -> int:
 
 
 class SeenHashes:
-    """A set of request hashes at 8 to 32 bytes for each. It says of one hash in about 10⁹ that it was added although it
-    was not."""
+    """A set of hashes, told apart by their first 16 hex digits, at 8 to 32 bytes for each. It says of one hash in about
+    10⁹ that it was added although it was not."""
 
     def __init__(self) -> None:
         self._tables = [_empty_table(2**16)]
         self._n_newest = 0  # hashes in the newest table
 
-    def add(self, request_hash: str) -> bool:
+    def __contains__(self, found: str) -> bool:
+        return self._place(found)[0]
+
+    def add(self, found: str) -> bool:
         """Add a hash. Return True if it was added before."""
-        number = int(request_hash[:16], 16)
+        was_there, mark, slot = self._place(found)
+        if not was_there:
+            newest = self._tables[-1]
+            newest[slot] = mark
+            self._n_newest += 1
+            if 2 * self._n_newest > len(newest):
+                self._tables.append(_empty_table(4 * len(newest)))
+                self._n_newest = 0
+        return was_there
+
+    def _place(self, found: str) -> tuple[bool, int, int]:
+        """Return whether a hash was added, its mark, and its slot in the newest table."""
+        number = int(found[:16], 16)
         mark, place = number & 0xFFFFFFFF or 1, number >> 32
         slot = 0
         for table in self._tables:
             most = len(table) - 1
             slot = place & most
-            while found := table[slot]:
-                if found == mark:
-                    return True
+            while there := table[slot]:
+                if there == mark:
+                    return True, mark, slot
                 slot = (slot + 1) & most
-        newest = self._tables[-1]
-        newest[slot] = mark
-        self._n_newest += 1
-        if 2 * self._n_newest > len(newest):
-            self._tables.append(_empty_table(4 * len(newest)))
-            self._n_newest = 0
-        return False
+        return False, mark, slot
 
-    def add_answers_of(self, log: Path) -> None:
-        """Add the hashes of all answers in a log; a missing log has none. Call it before ``add``."""
-        search = _HASH.search
+    def add_answers_of(self, log: Path, kind: re.Pattern[bytes] = REQUEST_HASH) -> None:
+        """Add the hashes of all answers in a log; a missing log has none. ``kind``: which hash of a line."""
+        hashes = bytearray()
         with opened_log(log) as lines:
             while block := lines.readlines(_BLOCK_BYTES):
-                found = [search(raw) for raw in block if _IS_OK in raw]
-                hashes = [match[1][:16] for match in found if match is not None]
-                self._tables.insert(0, _table_of(bytes.fromhex(b"".join(hashes).decode())))
+                found = [kind.search(raw) for raw in block if _IS_OK in raw]
+                digits = b"".join([match[1] for match in found if match is not None])
+                hashes += bytes.fromhex(digits.decode())
+        self._tables.insert(0, _table_of(hashes))
 
 
-def _table_of(numbers: bytes) -> array[int]:
+def _table_of(numbers: bytearray) -> array[int]:
     """Return a table with the first 8 bytes of hashes, one after another."""
     import numpy as np
 

@@ -267,3 +267,10 @@ def test_expected_lengths_are_kept_for_the_next_start() -> None:
     assert (n_rows, total) == (10, sum(r["usage"]["completion_tokens"] for r in records()))
     run()
     assert json.loads((RUN / "forecast.json").read_text())["answer_lengths"][""][0] == 12
+
+
+def test_rows_that_another_run_answered_come_last() -> None:
+    prepare(8)
+    run("--limit", "5", name="b")
+    run("--reuse", str(OTHER), "--set", "run.order=input")
+    assert [record["index"] for record in records()] == [5, 6, 7, 0, 1, 2, 3, 4]
