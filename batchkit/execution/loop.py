@@ -200,7 +200,8 @@ class Loop:
             pool: WorkerPool
             if not is_here:
                 with self._screen.waiting("waiting for a worker"):
-                    pool = RayPool(start, tasks, engines, self._notes.hear, known, guard)
+                    of_workers = start.reusing(self._run.reused)
+                    pool = RayPool(of_workers, tasks, engines, self._notes.hear, known, guard)
             else:
                 due = tasks.of_turn()
                 requests = requests_of(start, due, engines, may_wait=tasks.may_wait)

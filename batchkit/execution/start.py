@@ -81,16 +81,16 @@ class Start:
         _ = start.renderer  # compile the templates now, so that an invalid one raises here
         return start
 
-    def for_workers(self, reused: Sequence[Path]) -> Start:
-        """Return the start in a form to pickle for workers on Ray. It contains the content of the prompts' files.
+    def reusing(self, folders: Sequence[Path]) -> Start:
+        """Return this start with only these ``folders`` in ``run.reuse``."""
+        run = self.job.run.model_copy(update={"reuse": [*map(str, folders)]})
+        return replace(self, job=self.job.model_copy(update={"run": run}))
 
-        ``reused``: the folders in ``run.reuse`` whose answers hold for this run.
-        """
-        job = self.renderer.job
-        run = job.run.model_copy(update={"reuse": [str(folder) for folder in reused]})
+    def for_workers(self) -> Start:
+        """Return the start in a form to pickle for workers on Ray. It contains the content of the prompts' files."""
         return replace(
             self,
-            job=job.model_copy(update={"run": run}),
+            job=self.renderer.job,
             options=StartOptions(quarantined=self.options.quarantined),
             identity=self.identity.with_facts({"prompt.files": self.prompt_files}),
         )

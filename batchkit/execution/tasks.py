@@ -180,11 +180,6 @@ class Tasks:
         """True if reading the next row may block, and rows can be read only once."""
         return self.input.source.files is None
 
-    @property
-    def reused(self) -> Sequence[Path]:
-        """The folders of other runs whose answers hold for this run."""
-        return self._run.reused
-
     def count(self, record: Counted) -> None:
         """Count a row whose record is about to be written."""
         self.settled += 1
@@ -284,10 +279,10 @@ class Tasks:
     def _answered_elsewhere(self) -> SeenHashes | None:
         """Return the input hashes of rows that the runs in ``run.reuse`` have answered; None if there are none, or if
         the rows can be read only once."""
-        if not self.reused or self.may_wait:
+        if not self._run.reused or self.may_wait:
             return None
         answered = SeenHashes()
-        for folder in self.reused:
+        for folder in self._run.reused:
             answered.add_answers_of(folder / RESULTS, INPUT_HASH)
         return answered
 

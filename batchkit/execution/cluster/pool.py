@@ -168,7 +168,7 @@ class RayPool:
         made = ray.remote(Actor).options(
             **needs(self._start.job, self._engines), max_restarts=0, scheduling_strategy="SPREAD"
         )
-        start = ray.put(self._start.for_workers(self._due.reused))
+        start = ray.put(self._start.for_workers())
         return lambda number: made.remote(number, start, self._engines, self._known, sys.path)
 
     def _watch_head(self) -> None:
