@@ -160,7 +160,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def test_the_engine_and_its_model_change_the_hash() -> None:
     base = {"kind": "dry-run", "model": "one"}
     found = [hash_of(TEXT, engine=base | more) for more in ENGINES.values()]
-    found.append(hash_of(TEXT, engine={"kind": "openai-server", "model": "one"}))
+    found.append(hash_of(TEXT, engine={"kind": "openai-server", "model": "one", "base_url": "http://x/v1"}))
     assert len(set(found)) == len(found)
 
 
