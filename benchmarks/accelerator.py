@@ -9,7 +9,8 @@ processor are vLLM's own.
 
 An answer depends only on its row's tokens and processed pixels or sound, so that it shows whether these
 reached the engine, in any batch; with ``by_prompt`` on its tokens alone. ``words``: the first and the number of the tokens that it is drawn from. It ends by a stop token, after a number of tokens that is lognormal
-with the median ``median_tokens``; only the worker knows it. The tokens are drawn when a request
+with the median ``median_tokens``, or with that of the first token of the prompt that is in ``medians``, and with ``sigma``; only
+the worker knows it. The tokens are drawn when a request
 arrives, so a step costs the host next to nothing here.
 
 Each step is written to the file ``steps``, if it is given: when it was submitted and ended, and its
@@ -118,7 +119,10 @@ class SimulatedWorker(CPUWorker):
     def _answer(self, new: Any) -> Answer:
         params = new.sampling_params
         draw = np.random.default_rng(_checksum(new, self.costs.get("by_prompt", False)))
-        length = round(draw.lognormal(np.log(self.costs["median_tokens"]), SIGMA))
+        medians = self.costs.get("medians", {})
+        of_prompt = (medians[str(n)] for n in new.prompt_token_ids if str(n) in medians)
+        median = next(of_prompt, self.costs["median_tokens"])
+        length = round(draw.lognormal(np.log(median), self.costs.get("sigma", SIGMA)))
         length = min(max(length, params.min_tokens, 1), params.max_tokens)
         first, n_words = self.costs.get("words", (FIRST_WORD, WORDS))
         words = draw.integers(first, first + n_words, length).tolist()

@@ -39,6 +39,7 @@ SCRIPTS = [
     "images",
     "clips",
     "order",
+    "duplicates",
     "adapters",
     "embed",
     "run_batch",

@@ -33,13 +33,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from frame import spread
+from frame import Figure, figures_of, spread
 
 COSTS = "SIMULATED_ACCELERATOR"  # accelerator.py
 FIRST = "UNEVEN"  # uneven.py
 GENERATE_ALL = "generate(all)"
 BATCHES_OF_64 = "batches of 64"
-IN_ORDER = "batchkit, in order"  # … of its input: run.order = "input"
+IN_ORDER = "batchkit, in order"  # … of its input
+IN_WINDOW = "batchkit, window"
+ORDERS = {IN_ORDER: "input", IN_WINDOW: "window"}  # run.order
 BATCHES = {GENERATE_ALL: None, BATCHES_OF_64: 64}
 EMBED_ALL = "embed(all)"
 SPEECH_RATE = 16_000  # of the demo speech model
@@ -98,10 +100,11 @@ def compare(
     rounds: int,
     overrides: Sequence[str] = (),
     hold_back: bool = False,
+    also: Sequence[Figure] = (),
 ) -> None:
     """Run all, interleaved; print a table and one JSON line. Exits with 1 if answers differ.
 
-    ``hold_back``: batchkit sees its rows only once the model is loaded, as the scripts do.
+    ``also``: figures that the script has measured before. ``hold_back``: batchkit sees its rows only once the model is loaded, as the scripts do.
     """
     lines: list[Line] = []
     for setting in settings:
@@ -110,7 +113,7 @@ def compare(
         for number in range(rounds):
             for place, side in enumerate(runs):
                 name = f"{setting.name}-{number}-{place}".replace(" ", "_")
-                found = _run(setting, side, job, name, overrides, hold_back)
+                found = run_side(setting, side, job, name, overrides, hold_back)
                 runs[side].append(found)
                 answers = answers or found["answers"]
                 check(f"{setting.name}, {side}, round {number + 1}", found["answers"], answers)
@@ -129,7 +132,10 @@ def compare(
             f" {line.ratio:>6.2f} {spread(line.ratios):>12}  {line.outcome}".rstrip()
         )
     results = [{**line._asdict(), "ratio": line.ratio} for line in lines]
-    report = {"rounds": rounds, "overrides": list(overrides), "answers_equal": True}
+    report: dict[str, Any] = {"rounds": rounds, "overrides": [*overrides], "answers_equal": True}
+    if also:
+        figures = [*also, *figures_of({"results": results})]
+        report["figures"] = [figure.to_json() for figure in figures]
     print(json.dumps({"benchmark": benchmark, **report, "results": results}))
 
 
@@ -149,14 +155,15 @@ def _lines(
         yield Line(setting.name, side, seconds, rows / seconds, per_token, per_step, ratios, wanted)
 
 
-def _run(
+def run_side(
     setting: Setting,
     side: str,
     job: Mapping[str, Any],
     name: str,
-    overrides: Sequence[str],
-    hold_back: bool,
+    overrides: Sequence[str] = (),
+    hold_back: bool = False,
 ) -> dict[str, Any]:
+    """Run one side of a setting once, in a process of its own. ``name``: unique among all runs."""
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     environment |= {
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -241,9 +248,9 @@ def are_equal(found: Sequence[Any], expected: Sequence[Any]) -> bool:
 def main() -> None:
     task = json.load(sys.stdin)
     rows, cpu = Path(task["rows"]), HostCpu()
-    if task["side"] in ("batchkit", IN_ORDER):
-        in_order = ["run.order=input"] if task["side"] == IN_ORDER else []
-        overrides = task["overrides"] + in_order
+    if task["side"] == "batchkit" or task["side"] in ORDERS:
+        order = ORDERS.get(task["side"])
+        overrides = task["overrides"] + ([f"run.order={order}"] if order else [])
         found = run_batchkit(task["job"], rows, overrides, hold_back=task["hold_back"])
     elif task["side"] == EMBED_ALL:
         found = run_embed(task["job"], rows)
@@ -299,7 +306,13 @@ def run_batchkit(
         "load_s": summary.load_seconds,
         "loaded_at": loaded.wait(),
         "answers": vectors_of(summary) if job.task == "embed" else texts_of(records),
+        "prompts": [prompt_of(record["usage"]) for record in records],
     }
+
+
+def prompt_of(usage: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of a prompt, and how many of them were in the prefix cache."""
+    return [usage["prompt_tokens"], usage.get("cached_tokens") or 0]
 
 
 def texts_of(records: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
@@ -349,7 +362,7 @@ def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[s
     llm = LLM(table["engine"]["model"], **table["engine"]["options"])
     tokenizer = llm.get_tokenizer()
     params = SamplingParams(**table["sampling"])
-    answers = []
+    answers, counts = [], []
     loaded = time.monotonic()
     asked = read(rows)
     size = size or len(asked)
@@ -363,12 +376,14 @@ def run_script(table: Mapping[str, Any], rows: Path, size: int | None) -> dict[s
                 answer = output.outputs[0]
                 results.write(json.dumps({"q": row["q"], "text": answer.text}) + "\n")
                 answers.append([answer.text, len(answer.token_ids)])
+                counts.append([len(output.prompt_token_ids), output.num_cached_tokens or 0])
             results.flush()
     found = {
         "seconds": time.monotonic() - loaded,
         "load_s": loaded - began,
         "loaded_at": loaded,
         "answers": answers,
+        "prompts": counts,
     }
     llm.llm_engine.engine_core.shutdown()  # its processes would outlive os._exit
     return found
