@@ -97,9 +97,15 @@ def shared_less(block: Block, n_rows: int, look_ahead: int) -> float:
 
 
 def worth_ordering(block: Block, n_rows: int | None, look_ahead: int) -> bool:
-    """Return whether the whole input should be ordered, according to its first rows. ``n_rows``: their number, or
-    None."""
-    return n_rows is not None and shared_less(block, n_rows, look_ahead) >= _LEAST_GAIN
+    """Return whether the whole input should and can be ordered, according to its first rows. ``n_rows``: their number,
+    or None."""
+    if n_rows is None or shared_less(block, n_rows, look_ahead) < _LEAST_GAIN:
+        return False
+    try:
+        pickle.dumps(block.rows[0].fields, _PROTOCOL)
+    except Exception:  # of a value's own code
+        return False
+    return True
 
 
 def ordered_in_memory(

@@ -236,4 +236,4 @@ def _hash_of_equal(request_hash: str, times: int) -> str:
     """
     if times == 0:
         return request_hash
-    return hashlib.blake2b(f"{request_hash} {times}".encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(f"{request_hash} {times}".encode(), digest_size=16).hexdigest()
