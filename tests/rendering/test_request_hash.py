@@ -122,9 +122,13 @@ DIFFERENT: dict[str, Request] = {
 }
 
 
-def test_everything_that_decides_the_answer_changes_the_hash() -> None:
+def all_hashes() -> dict[str, str]:
     hashes = RequestHashes(job())
-    found = {name: hashes.hashed(request).request_hash for name, request in DIFFERENT.items()}
+    return {name: hashes.hashed(request).request_hash for name, request in DIFFERENT.items()}
+
+
+def test_everything_that_decides_the_answer_changes_the_hash() -> None:
+    found = all_hashes()
     assert all(len(one) == 32 and int(one, 16) for one in found.values())
     by_hash = {one: name for name, one in found.items()}
     assert by_hash.keys() == set(found.values())
@@ -160,7 +164,9 @@ ENGINES: dict[str, dict[str, Any]] = {
 def test_the_engine_and_its_model_change_the_hash() -> None:
     base = {"kind": "dry-run", "model": "one"}
     found = [hash_of(TEXT, engine=base | more) for more in ENGINES.values()]
-    found.append(hash_of(TEXT, engine={"kind": "openai-server", "model": "one", "base_url": "http://x/v1"}))
+    found.append(
+        hash_of(TEXT, engine={"kind": "openai-server", "model": "one", "base_url": "http://x/v1"})
+    )
     assert len(set(found)) == len(found)
 
 
@@ -202,25 +208,15 @@ def test_a_value_that_msgpack_lacks_has_a_hash() -> None:
         assert hash_of(one) != hash_of(other)
 
 
-SCRIPT = """
-import json
-from tests.rendering.test_request_hash import DIFFERENT, RequestHashes, job
-hashes = RequestHashes(job())
-print(json.dumps({name: hashes.hashed(one).request_hash for name, one in DIFFERENT.items()}))
-"""
-
-
 def test_a_hash_is_the_same_in_another_process() -> None:
-    hashes = RequestHashes(job())
-    here = {name: hashes.hashed(request).request_hash for name, request in DIFFERENT.items()}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, __file__],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONHASHSEED": "1"},
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         check=True,
     )
-    assert json.loads(done.stdout) == here
+    assert json.loads(done.stdout) == all_hashes()
 
 
 class CountedImage(Image.Image):
@@ -281,3 +277,7 @@ def test_an_answer_is_determined_if_it_is_greedy_or_has_a_seed(
     request = replace(TEXT, sampling=sampling)
     assert is_determined(request, generates=True) == determined
     assert is_determined(request, generates=False)
+
+
+if __name__ == "__main__":
+    print(json.dumps(all_hashes()))
