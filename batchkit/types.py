@@ -389,9 +389,14 @@ class Completion(Struct, frozen=True):
     selected: int | None = None  # number, from 0, of the choice that ``[select]`` picked
     votes: Mapping[str, int] | None = None  # choices for each prediction, if ``[select]`` counted
     transcript: Transcript | None = None  # transcript of a whole recording
-    # If the answer was copied from an equal request: the index of that row, or the folder of the other run.
+    # If the answer was copied from an equal request: the index of that row, or the folder of the other run. Its usage is 0,
+    # and null in the record.
     duplicate_of: int | None = None
     reused_from: str | None = None
+
+    @property
+    def is_copy(self) -> bool:
+        return self.duplicate_of is not None or self.reused_from is not None
 
     @property
     def choice(self) -> Choice | None:

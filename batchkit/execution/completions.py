@@ -136,7 +136,7 @@ def _of_pooled(completion: Completion) -> dict[str, Any]:
 
 def _truncated_tokens(completion: Completion) -> int | None:
     cut, usage = completion.request.cut, completion.usage
-    if cut is None or usage is None:
+    if cut is None or usage is None or completion.is_copy:
         return None
     if not (is_count(cut.prompt_tokens) and is_count(usage.prompt_tokens)):
         return None

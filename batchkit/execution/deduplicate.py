@@ -22,8 +22,9 @@ from batchkit.storage.answers import AnswerIndex, SeenHashes
 from batchkit.storage.log import RESULTS, STEPS
 from batchkit.storage.steps import completion_of
 from batchkit.storage.vectors import Vectors
-from batchkit.types import Completion, Pooled, Request
+from batchkit.types import Completion, Pooled, Request, Usage
 
+_NOTHING = Usage(0, 0)
 _MOST_WAITING = 4096  # requests of one lane that wait for an equal one
 
 
@@ -110,7 +111,7 @@ class _Recorded:
             return None  # ``[select]`` has dropped choices
         if request.call is not None and line["attempt"] > 1:
             return None
-        completion = replace(completion_of(line, request), usage=None, latency_s=0.0)
+        completion = replace(completion_of(line, request), usage=_NOTHING, latency_s=0.0)
         completion = replace(completion, earlier_usage=None, prompt=line.get("prompt"))
         return line, self._with_numbers(completion, line)
 
@@ -187,7 +188,7 @@ class Deduplicate(EngineLayer):
             self._answers.in_flight[request.request_hash] = waiting
             return
         for layer, request in waiting:
-            copy = replace(completion, request=request, usage=None, earlier_usage=None)
+            copy = replace(completion, request=request, usage=_NOTHING, earlier_usage=None)
             layer._n_waiting -= 1
             layer._ready.append(
                 replace(copy, latency_s=0.0, duplicate_of=completion.request.row.index)

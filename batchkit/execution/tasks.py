@@ -27,6 +27,7 @@ from batchkit.rendering.global_order import (
     first_block,
     ordered_in_memory,
     ordered_on_disk,
+    until_broken,
     worth_ordering,
 )
 from batchkit.rendering.ordering import well_ordered
@@ -49,6 +50,7 @@ from batchkit.types import Counted, Row, Task
 
 _LEARNED_FROM = 512  # the first rows all show how long answers are; later, each 16th
 _EACH_LEARNED = 16
+_LEAST_SAVED = 256  # lengths
 _COUNTED_WITHIN_S = 10.0
 
 
@@ -147,23 +149,34 @@ class Tasks:
         yield from (self._task(row, group) for row, group in self._ordered())
 
     def _ordered(self) -> Iterator[tuple[Row, int]]:
-        """Yield the rows of a turn in the order of ``run.order``, each with the number of its group, 0 if unknown."""
+        """Yield the rows of a turn in the order of ``run.order``, each with the number of its group, 0 if unknown. An
+        error from reading is raised after all rows read before it were yielded."""
+        if (
+            self._start.job.run.order == "input" or self.may_wait
+        ):  # an iterator may give its rows slowly
+            yield from ((row, 0) for row in self._rows)
+            return
+        broken: list[Exception] = []
+        yield from self._reordered(until_broken(self._rows, broken), broken)
+        if broken:
+            raise broken[0]
+
+    def _reordered(self, rows: Iterator[Row], broken: list[Exception]) -> Iterator[tuple[Row, int]]:
         run, hint, expect = self._start.job.run, self._start.renderer.hint, self.lengths.expected
-        if run.order == "input" or self.may_wait:  # an iterator may give its rows slowly
-            return ((row, 0) for row in self._rows)
-        if run.order != "window":
-            block = first_block(self._rows, hint)
-            self.total(_COUNTED_WITHIN_S)
-            if block.is_all:
-                return ordered_in_memory(block.rows, block.hints, expect)
-            is_worth_it = worth_ordering(block, self.left, run.look_ahead)
-            self._rows = chain(block.rows, self._rows)
-            if run.order == "global" or is_worth_it:
-                self._say(
-                    "reading all rows, to bring together those that share a beginning (run.order)"
-                )
-                return ordered_on_disk(self._rows, self._only, hint, expect)
-        return well_ordered(self._rows, hint, run.look_ahead, expect)
+        if run.order == "window":
+            return well_ordered(rows, hint, run.look_ahead, expect)
+        block = first_block(rows, hint)
+        if block.is_all:
+            return ordered_in_memory(block.rows, block.hints, expect)
+        self.total(_COUNTED_WITHIN_S)
+        is_worth_it = worth_ordering(block, self.left, run.look_ahead)
+        rows = chain(block.rows, rows)
+        if run.order == "auto" and not is_worth_it:
+            return well_ordered(rows, hint, run.look_ahead, expect)
+        self._say("reading all rows, to bring together those that share a beginning (run.order)")
+        return ordered_on_disk(
+            rows, lambda parts: until_broken(self._only(parts), broken), hint, expect
+        )
 
     def _task(self, row: Row, group: int) -> Task:
         if row.index % _EACH_LEARNED == 0 or self.lengths.n_rows < _LEARNED_FROM:
@@ -190,8 +203,8 @@ class Tasks:
         self._first_failures.note(record)
 
     def save_lengths(self) -> None:
-        """Store the lengths of answers for the next start. Raises StoreError if writing fails."""
-        if self.lengths.n_rows > self._n_saved:
+        """Store the lengths of answers for the next start, unless there are few. Raises StoreError if writing fails."""
+        if self.lengths.n_rows > max(self._n_saved, _LEAST_SAVED):
             self._n_saved = self.lengths.n_rows
             update_forecast(self._run.folder, {LENGTHS: self.lengths.known})
 

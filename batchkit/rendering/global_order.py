@@ -51,11 +51,19 @@ _PROTOCOL = 5  # of pickle
 
 
 class Block(NamedTuple):
-    """The first rows of the input, up to ``BLOCK_BYTES``. ``is_all``: there are no more rows."""
+    """The first rows of the input, up to ``BLOCK_BYTES``. ``is_all``: there are no more rows that can be read."""
 
     rows: list[Row]
     hints: list[RowHint]
     is_all: bool
+
+
+def until_broken(rows: Iterable[Row], broken: list[Exception]) -> Iterator[Row]:
+    """Yield ``rows``. Add an error from reading to ``broken``, so that the rows before it run first."""
+    try:
+        yield from rows
+    except Exception as error:
+        broken.append(error)
 
 
 def first_block(rows: Iterator[Row], hint: Hint) -> Block:

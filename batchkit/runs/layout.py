@@ -118,8 +118,6 @@ _COLUMNS = {
     "choices": Column("string", ("choices",)),
     "prompt": Column("string", ("prompt",)),
     "truncated_tokens": Column("int64", ("truncated_tokens",)),
-    "duplicate_of": Column("int64", ("duplicate_of",)),
-    "reused_from": Column("string", ("reused_from",)),
 }
 _REASONING = {
     "reasoning": Column("string", ("reasoning",)),

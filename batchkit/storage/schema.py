@@ -50,7 +50,7 @@ def answer_of(
         "reasoning": None if choice is None else choice.reasoning,
         "tool_calls": None if answer is None else answer.tool_calls,
         "finish_reason": None if choice is None else choice.finish_reason,
-        "usage": possible(completion.usage),
+        "usage": None if completion.is_copy else possible(completion.usage),
         "earlier_usage": possible(completion.earlier_usage),
         "latency_s": round(seconds_of(completion.latency_s), 4),
         "finished_at": utc_now(),

@@ -217,7 +217,7 @@ STEPS: list[dict[str, Any]] = [
 def stepped(n: int, steps: list[dict[str, Any]], **tables: Any) -> list[dict[str, Any]]:
     """The answer to row n ends in n, and every second row expects that."""
     write_rows([{"q": f"q{k}", "a": str(k if k % 2 else 99), "end": "mine"} for k in range(n)])
-    write_job(prompt=None, steps=steps, run={"deduplicate": False}, **tables)
+    write_job(prompt=None, steps=steps, **tables)
     run().ok()
     return exported().to_pylist()
 

@@ -89,13 +89,14 @@ def test_a_run_takes_what_was_forecast_and_begins_with_the_sample() -> None:
 def test_its_text_has_an_interval_for_each_figure() -> None:
     prepare(40, engine=SLOW, run=EIGHT)
     found = plan("--rows", "8", "--price-per-million-tokens", "1e6,0").ok()
-    first, prompts, answers, time, price, last = found.stdout.splitlines()
+    first, prompts, answers, time, price, order, last = found.stdout.splitlines()
     assert first == "a: 40 rows, 8 of them answered for this forecast, 32 left"
     assert prompts == "prompt tokens: 120; exact, of all rows that were left"
     assert answers == f"completion tokens: {40 * TOKENS}"
     assert " s [" in time
     assert "the forecast answers 8 of 40 rows, more than a sixth of the run" in found.stderr
     assert price == "price: 120"
+    assert order == "order of the rows: global (run.order)"
     assert last == "in brackets: 90 % intervals"
     assert "answering a row of the sample, 1 at a time" in found.stderr
 
@@ -151,7 +152,7 @@ def test_prompts_of_some_rows_stand_for_all() -> None:
 
 @pytest.mark.parametrize("values", [["a"], ["a", "b", "c"]])
 def test_a_sample_of_the_job_is_forecast_as_what_it_is(values: list[str]) -> None:
-    prepare(500, run={"sample": 100, "max_in_flight": 50, "deduplicate": False})
+    prepare(500, run={"sample": 100, "max_in_flight": 50})
     crossed = ("--set", f"input.cross={{tone={values}}}")
     found = planned("--rows", "20", *crossed)
     assert job_of_run(RUN).run == load_job(Path("job.toml")).run

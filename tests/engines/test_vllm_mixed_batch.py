@@ -39,7 +39,8 @@ def run(
 ) -> tuple[dict[int, Any], dict[int, Any]]:
     """The bodies of the exported answers, and the errors of the failed lines, by their numbers."""
     write_batch(folder, lines)
-    write_job(folder, name=name, input={"path": "batch.jsonl"}, **job)
+    once = {"deduplicate": False}  # run-batch computes each line
+    write_job(folder, name=name, input={"path": "batch.jsonl"}, run=once, **job)
     start = LightFork if job["engine"]["kind"] == "openai-server" else Fork
     done = batchkit("run", "job.toml", cwd=folder, start=start)
     records = newest(folder, name)

@@ -14,7 +14,7 @@ from batchkit.storage.vectors import Vectors
 from tests.support import dry_runs, own_process, scripted
 from tests.support.chat_server import Refused, serving
 from tests.support.command_line import batchkit
-from tests.support.dry_runs import RUN, prepare, records, verify, write_job, write_rows
+from tests.support.dry_runs import RUN, records, verify, write_rows
 from tests.support.rows import read_jsonl
 from tests.support.scripted import Script
 from tests.support.waiting import until
@@ -26,6 +26,15 @@ OTHER = Path("output/b")
 
 def rows_with(*questions: str) -> list[dict[str, Any]]:
     return write_rows([{"key": f"k{n}", "q": q} for n, q in enumerate(questions)])
+
+
+def write_job(**tables: Any) -> None:
+    dry_runs.write_job(**{"run": {"deduplicate": True}, **tables})
+
+
+def prepare(n: int) -> None:
+    write_rows(n)
+    write_job()
 
 
 def run(*args: str, name: str = "a") -> dict[str, Any]:
@@ -116,7 +125,7 @@ def test_a_requeue_forgets_the_index_of_the_old_log() -> None:
 
 def test_vectors_are_copied() -> None:
     rows_with("x", "y", "x")
-    write_job(task="embed", run={"order": "input"})
+    write_job(task="embed", run={"order": "input", "deduplicate": True})
     run("--limit", "2")
     assert run()["deduplicated"] == 1
     found, vectors = by_row(), Vectors(RUN)
@@ -261,12 +270,12 @@ def test_copies_have_no_tokens_in_an_openai_export() -> None:
 
 
 def test_expected_lengths_are_kept_for_the_next_start() -> None:
-    prepare(12)
-    run("--limit", "10")
+    prepare(302)
+    run("--limit", "300")
     (n_rows, total) = json.loads((RUN / "forecast.json").read_text())["answer_lengths"][""]
-    assert (n_rows, total) == (10, sum(r["usage"]["completion_tokens"] for r in records()))
+    assert (n_rows, total) == (300, sum(r["usage"]["completion_tokens"] for r in records()))
     run()
-    assert json.loads((RUN / "forecast.json").read_text())["answer_lengths"][""][0] == 12
+    assert json.loads((RUN / "forecast.json").read_text())["answer_lengths"][""][0] == 302
 
 
 def test_rows_that_another_run_answered_come_last() -> None:

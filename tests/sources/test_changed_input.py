@@ -61,7 +61,7 @@ def write_job(path: str = "in.jsonl", latency_s: float = 0.01, **keys: Any) -> N
     dry_runs.write_job(
         input={"path": path, **keys},
         output={"keep": ["q"]},
-        run={"look_ahead": 1, "render_threads": 1, "max_in_flight": 64},
+        run={"order": "input", "render_threads": 1, "max_in_flight": 64},
         engine={"options": {"latency_s": latency_s}},
     )
 
@@ -146,7 +146,7 @@ def test_image_that_was_another_for_a_while_is_asked_about_again() -> None:
     dry_runs.write_job(
         input={"path": "photos"},
         prompt={"images": ["{{ path }}"], "user": "Which colour is it?"},
-        run={"look_ahead": 1, "render_threads": 1, "max_in_flight": 16},
+        run={"order": "input", "render_threads": 1, "max_in_flight": 16},
         engine={"options": {"latency_s": 0.1}},
     )
     ended = run(meanwhile=lambda: overwrite(paths[0], png(BLUE)))

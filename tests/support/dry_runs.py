@@ -53,9 +53,10 @@ def shard(number: int, count: int) -> Path:
 
 
 def write_job(**tables: Any) -> None:
-    """A table that is None is left out."""
+    """A table that is None is left out. Equal rows are not copied, because the engine's answer names its row."""
     job: dict[str, Any] = {
         "name": "a",
+        "run": {"deduplicate": False},
         "input": {"path": "in.jsonl"},
         "prompt": {"user": "{{ q }}"},
         "engine": {"kind": "dry-run"},

@@ -78,7 +78,7 @@ def run(made: JobConfig) -> Path:
 
 def counted(count: int, **more: Any) -> list[dict[str, Any]]:
     """Rows for the dry-run engine: with extract = "number", row n is answered n."""
-    return [{"id": f"q{n}", "say": "?", "a": str(n), "kind": "k", **more} for n in range(count)]
+    return [{"id": f"q{n}", "say": f"{n}?", "a": str(n), "kind": "k", **more} for n in range(count)]
 
 
 def scored(folder: Path) -> dict[str, Any]:
