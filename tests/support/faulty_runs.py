@@ -43,6 +43,7 @@ max_tokens = 12
 sampling_column = "params"
 [run]
 stall_timeout_s = 6
+deduplicate = false
 """
 
 
