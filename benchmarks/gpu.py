@@ -55,7 +55,6 @@ from typing import Any, NamedTuple
 import bounded
 import copying
 import images
-import mps_program
 import shapes
 import text
 import tomlkit
@@ -73,6 +72,8 @@ from gpu_place import (
 )
 from ledger import AS_IT_IS, TIMED
 from sides import GENERATE_ALL
+
+from tests.support import mps_stand_in
 
 
 class Way(NamedTuple):
@@ -273,7 +274,9 @@ def sharing_section(place: Place, found: Found) -> None:
         "prompt": {"user": "{{ q }}"},
         **place.job(model, text.MAX_TOKENS, **quick_load(place)),
     }
-    no_mps = mps_program.environment(place.folder, works=False)
+    failing = place.folder / "no-mps"
+    failing.mkdir()
+    no_mps = mps_stand_in.install(failing, works=False)
     # With --tiny, batchkit believes that the CPU has a GPU.
     gpu = {"CUDA_VISIBLE_DEVICES": "0"} if place.tiny else {}
     ways = [Way("one engine", "batchkit")]

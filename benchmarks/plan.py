@@ -152,6 +152,9 @@ def forecast_and_truth(number: int) -> tuple[str, Rest, Mapping[str, float]]:
         unit="tokens",
         is_exact=True,
         most_tokens=MOST_TOKENS,
+        deduplicated=0,
+        reused=0,
+        order="window",
         row_s=0.0,
     )
     engines = EngineCount(1, job.max_num_seqs, in_batches=False)
