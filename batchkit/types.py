@@ -36,6 +36,8 @@ ERROR_KINDS = (
     "rollout",
 )
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this limit mean greedy decoding, as in vLLM (``_SAMPLING_EPS`` in ``sampling_params.py``)."""
 COUNT_LIMIT = 2**32
 """Row indexes and token counts are below this limit, so that a sum over all rows of a run fits into 64 bits."""
 Count = Annotated[int, Meta(ge=0, lt=COUNT_LIMIT)]

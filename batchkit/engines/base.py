@@ -89,8 +89,8 @@ class Engine(Protocol):
     def load(self) -> EngineLoad:
         """Return the current load. Cheap to call.
 
-        An engine of another package counts each request as running or waiting until ``poll`` can return it. If it has
-        none of them, but has not returned all, it has lost some, and the run stops.
+        An engine of another package counts each request as running or waiting until ``poll`` can return it. If the
+        load is 0 although some requests have not come back, the engine has lost them, and the run stops.
         """
 
     def close(self) -> None:

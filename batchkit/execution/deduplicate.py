@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -55,7 +55,8 @@ class Answers:
         if job.has_several:
             self._log = STEPS
         self.in_flight: dict[str, list[tuple[Deduplicate, Request]]] = {}
-        self._folder, self._own = folder, cast(_Recorded | None, None)
+        self._folder = folder
+        self._own: _Recorded | None = None
         self._seen = SeenHashes()
         with ExitStack() as held:
             self._reused = [held.enter_context(closing(_Recorded(at, self._log))) for at in reused]
@@ -72,7 +73,8 @@ class Answers:
         )
 
     def find(self, request: Request) -> Completion | None:
-        """Return a recorded answer to an equal request, as the completion of ``request``; None if there is none."""
+        """Return a recorded answer to an equal request, as the completion of ``request``, or None if nothing equal was
+        answered."""
         if self._is_on and self._folder is not None and self._seen.add(request.request_hash):
             if self._own is None:
                 self._own = self._held.enter_context(closing(_Recorded(self._folder, self._log)))
@@ -103,8 +105,7 @@ class _Recorded:
         """Return the recorded answer to a request with the same hash: its line, and the line as the completion of
         ``request``."""
         line = self._index.find(request.request_hash)
-        if line is None:
-            self._index.update()
+        if line is None and self._index.update():
             line = self._index.find(request.request_hash)
         n_asked = request.sampling.get("n") or 1
         if line is None or (n_asked > 1 and len(line.get("choices") or ()) != n_asked):

@@ -160,9 +160,7 @@ class Attempts:
         self._wait(request, wait_s)
 
     def _wait(self, request: Request, wait_s: float) -> None:
-        if (
-            request.call is None
-        ):  # the hash of a generation is that of the request that its row made
+        if request.call is None:  # a generation keeps the hash of the request that its row made
             request = self._start.hashes.hashed(request)
         heapq.heappush(self._waiting, (self._clock() + wait_s, next(self._numbers), request))
 

@@ -37,6 +37,8 @@ def check_reuse(job: JobConfig) -> None:
 def reusable(job: JobConfig, say: Callable[[str], None]) -> Iterator[Path]:
     """Yield the folders in ``run.reuse`` whose answers were made under an equal identity. ``say`` gets a line for each
     other folder."""
+    if not job.run.reuse:
+        return  # hashing the model's files takes time
     now = identity(job)
     for name in job.run.reuse:
         folder = Path(name)

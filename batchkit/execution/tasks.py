@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from batchkit.config.tables import JobConfig
-from batchkit.errors import BrokenInputError, ChangedInputError, InputError
+from batchkit.errors import BrokenInputError, ChangedInputError, InputError, StoreError
 from batchkit.execution.engine_turns import Turns
 from batchkit.execution.first_rows import (
     FirstFailures,
@@ -27,10 +27,9 @@ from batchkit.rendering.global_order import (
     first_block,
     ordered_in_memory,
     ordered_on_disk,
-    until_broken,
     worth_ordering,
 )
-from batchkit.rendering.ordering import well_ordered
+from batchkit.rendering.ordering import until_broken, well_ordered
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.sources import never, read_rows
 from batchkit.sources.formats import ROWS_ARE_FILES
@@ -151,9 +150,8 @@ class Tasks:
     def _ordered(self) -> Iterator[tuple[Row, int]]:
         """Yield the rows of a turn in the order of ``run.order``, each with the number of its group, 0 if unknown. An
         error from reading is raised after all rows read before it were yielded."""
-        if (
-            self._start.job.run.order == "input" or self.may_wait
-        ):  # an iterator may give its rows slowly
+        # An iterator may give its rows slowly.
+        if self._start.job.run.order == "input" or self.may_wait:
             yield from ((row, 0) for row in self._rows)
             return
         broken: list[Exception] = []
@@ -173,7 +171,9 @@ class Tasks:
         rows = chain(block.rows, rows)
         if run.order == "auto" and not is_worth_it:
             return well_ordered(rows, hint, run.look_ahead, expect)
-        self._say("reading all rows, to bring together those that share a beginning (run.order)")
+        self._say(
+            "reading all rows first, to run rows with the same beginning together (run.order)"
+        )
         return ordered_on_disk(
             rows, lambda parts: until_broken(self._only(parts), broken), hint, expect
         )
@@ -203,10 +203,12 @@ class Tasks:
         self._first_failures.note(record)
 
     def save_lengths(self) -> None:
-        """Store the lengths of answers for the next start, unless there are few. Raises StoreError if writing fails."""
+        """Store the lengths of answers for the next start, unless there are few. The run continues if writing fails,
+        because the next start can learn them again."""
         if self.lengths.n_rows > max(self._n_saved, _LEAST_SAVED):
             self._n_saved = self.lengths.n_rows
-            update_forecast(self._run.folder, {LENGTHS: self.lengths.known})
+            with suppress(StoreError):
+                update_forecast(self._run.folder, {LENGTHS: self.lengths.known})
 
     def check_first_failures(self, *, is_end: bool = False) -> None:
         """Raise JobError if the first rows of a run without answers all failed for one reason.
@@ -290,8 +292,8 @@ class Tasks:
             yield from self._only(later)
 
     def _answered_elsewhere(self) -> SeenHashes | None:
-        """Return the input hashes of rows that the runs in ``run.reuse`` have answered; None if there are none, or if
-        the rows can be read only once."""
+        """Return the input hashes of rows that the runs in ``run.reuse`` have answered. Return None without such runs, or
+        if the rows can be read only once."""
         if not self._run.reused or self.may_wait:
             return None
         answered = SeenHashes()

@@ -97,7 +97,7 @@ class Worker:
         return []
 
     def _poll(self, timeout_s: float) -> list[Completion]:
-        """Return the completions of all lanes. If a lane fails, return what the other lanes have completed first."""
+        """Return the completions of all lanes. If a lane fails, first return the completions of the other lanes."""
         if self._failure is not None:
             raise self._failure
         settled = list[Completion]()

@@ -16,7 +16,7 @@ _START = 64  # characters
 class AnswerLengths:
     """Mean lengths of finished answers, in tokens, by kind of row.
 
-    A row has these kinds, from general to special: all rows; rows whose prompt is about as long; rows with the same
+    A row has these kinds, from general to special: all rows; rows with a prompt of similar length; rows with the same
     ``max_tokens``; rows whose first field has the same first line. The mean of a kind is shrunk towards the mean of the
     more general kind, as if that had been seen in four rows.
 

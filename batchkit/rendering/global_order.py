@@ -1,8 +1,8 @@
 """``run.order = "global"``: the order of rows over the whole input.
 
 - Rows with the same adapter run next to each other.
-- Among them, rows whose prompts begin alike run next to each other, at several depths: rows that share 4,096
-  characters are neighbors among those that share 1,024, and so on. So the engine computes a shared beginning about once,
+- Among them, rows whose prompts begin alike run next to each other, at several depths: of the rows that share their
+  first 1,024 characters, rows that share 4,096 are neighbors, and so on. So the engine computes a shared beginning about once,
   although it caches few of them at the same time.
 - Rows with longer expected answers run first: among groups with different beginnings, and within a group. So no long
   answer begins when the others have ended.
@@ -56,14 +56,6 @@ class Block(NamedTuple):
     rows: list[Row]
     hints: list[RowHint]
     is_all: bool
-
-
-def until_broken(rows: Iterable[Row], broken: list[Exception]) -> Iterator[Row]:
-    """Yield ``rows``. Add an error from reading to ``broken``, so that the rows before it run first."""
-    try:
-        yield from rows
-    except Exception as error:
-        broken.append(error)
 
 
 def first_block(rows: Iterator[Row], hint: Hint) -> Block:
@@ -147,7 +139,7 @@ def ordered_on_disk(
     ``again``: returns the rows with these indexes, read a second time.
 
     Raises:
-        InputError: a row has values that can't be stored; or reading fails.
+        InputError: a row has values that can't be stored.
         StoreError: the disk is full.
     """
     keys, lengths = _Keys(), array("f")
@@ -206,8 +198,8 @@ class _Keys:
         return found
 
     def cut(self, places: Numbers, least: int) -> int:
-        """Return how many of the first ``places`` to take, ``least`` to twice as many: those before the neighbors that
-        have least in common."""
+        """Return how many of the first ``places`` to take: at least ``least``, and at most twice this number. The cut is
+        between the two neighbors that have least in common."""
         import numpy as np
 
         near = places[least - 1 : 2 * least]

@@ -48,30 +48,35 @@ def well_ordered(
     lora = ""  # adapter of the row yielded last
     going: deque[tuple[int, _Seen]] = deque()
     held_bytes = 0
-    broken: Exception | None = None
-    try:
-        for row in rows:
-            n_bytes = size_of(row.fields.values(), LOOK_AHEAD_BYTES)
-            coming.append((hint(row), row, n_bytes))
-            held_bytes += n_bytes
-            while len(coming) + len(going) >= look_ahead or held_bytes >= LOOK_AHEAD_BYTES:
-                if not going:
-                    going.extend(_grouped(coming, lora))
-                    coming = []
-                group, (seen, first, n_bytes) = going.popleft()
-                held_bytes -= n_bytes
-                lora = seen.lora
-                yield first, group
-    except Exception as error:
-        broken = error
+    broken: list[Exception] = []
+    for row in until_broken(rows, broken):
+        n_bytes = size_of(row.fields.values(), LOOK_AHEAD_BYTES)
+        coming.append((hint(row), row, n_bytes))
+        held_bytes += n_bytes
+        while len(coming) + len(going) >= look_ahead or held_bytes >= LOOK_AHEAD_BYTES:
+            if not going:
+                going.extend(_grouped(coming, lora))
+                coming = []
+            group, (seen, first, n_bytes) = going.popleft()
+            held_bytes -= n_bytes
+            lora = seen.lora
+            yield first, group
     held = [*(seen for _, seen in going), *coming]
     last = sorted(((expect(seen[0]), seen) for seen in held), key=lambda one: -one[0])
     for _, equally_long in groupby(last, key=lambda one: one[0]):
         for group, (seen, row, _) in _grouped([its for _, its in equally_long], lora):
             lora = seen.lora
             yield row, group
-    if broken is not None:
-        raise broken
+    if broken:
+        raise broken[0]
+
+
+def until_broken(rows: Iterable[Row], broken: list[Exception]) -> Iterator[Row]:
+    """Yield ``rows``. Add an error from reading to ``broken``, so that the caller can first yield the rows before it."""
+    try:
+        yield from rows
+    except Exception as error:
+        broken.append(error)
 
 
 def _grouped(rows: Sequence[_Seen], lora: str) -> Iterator[tuple[int, _Seen]]:

@@ -12,11 +12,10 @@ from msgspec.structs import replace
 
 from batchkit.config.server_command import what_decides_answers
 from batchkit.config.tables import EngineTable, JobConfig
-from batchkit.sources.rowhash import content_of, hashable
-from batchkit.types import Audio, Request, Video, VideoFile
+from batchkit.sources.rowhash import content_of, hashable, is_picture
+from batchkit.types import GREEDY_BELOW, Audio, Request, Video, VideoFile
 
 _BYTES = 16
-GREEDY_BELOW = 1e-5  # vLLM's limit (``vllm/sampling_params.py``, ``_SAMPLING_EPS``)
 
 
 class RequestHashes:
@@ -63,8 +62,8 @@ def is_determined(request: Request, *, generates: bool) -> bool:
 def _known_by(name: str, engine: EngineTable) -> bytes:
     command = None if engine.server is None else engine.server.command
     served = None if command is None else what_decides_answers(command)
-    options = engine.options.get("revision")
-    parts = [name, engine.kind, engine.model, engine.lora, options, served]
+    revision = engine.options.get("revision")
+    parts = [name, engine.kind, engine.model, engine.lora, revision, served]
     return hashlib.blake2b(msgspec.msgpack.encode(hashable(parts)), digest_size=32).digest()
 
 
@@ -83,7 +82,7 @@ class _MediaDigests:
             return ["video file", value.type, self._digest(value, lambda: value.data)]
         if isinstance(value, Audio):
             return ["sound", value.sample_rate, self._digest(value, value.samples.tobytes)]
-        if hasattr(value, "getexif"):  # a decoded image: RGB, without orientation
+        if is_picture(value):  # a decoded image: RGB, without orientation
             return ["image", value.mode, value.size, self._digest(value, value.tobytes)]
         return content_of(value)
 

@@ -66,7 +66,7 @@ class AnswerIndex:
         self.update()
 
     def find(self, request_hash: str) -> dict[str, Any] | None:
-        """Return the line of an answer to a request with this hash, or None if there is none in the indexed part."""
+        """Return the line of an answer to a request with this hash, or None if the indexed part has no such line."""
         key = bytes.fromhex(request_hash)[:8]
         for offset in self._offsets(key):
             line: dict[str, Any] = orjson.loads(self._line(offset))
@@ -74,12 +74,13 @@ class AnswerIndex:
                 return line
         return None
 
-    def update(self) -> None:
-        """Add the lines that were written to the log since the last update."""
+    def update(self) -> bool:
+        """Add the lines that were written to the log since the last update. Return False if there are none."""
         if self._n_slots and os.fstat(self._log.fileno()).st_size == self._end:
-            return
+            return False
         with disk_errors(self._path, f"can't write {INDEX}"):
             self._add_lines()
+        return True
 
     def _add_lines(self) -> None:
         # If this process dies, the table is made again: it has entries that the header does not count.

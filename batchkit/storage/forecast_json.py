@@ -1,4 +1,4 @@
-"""``forecast.json`` in the run folder: the forecast of ``plan``, and what a run has learned about its answers."""
+"""``forecast.json`` in the run folder: the forecast of ``plan``, and the lengths of a run's answers."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Identity:
         return self.job.get(key, default)
 
     def with_secrets_of(self, then: Identity) -> Identity:
-        """Return this identity with masked secrets replaced by those of ``then``, where they may be the same."""
+        """Return this identity with its masked secrets replaced by secrets of ``then``, where they may be the same."""
         return replace(self, job=known_of(self.job, then.job))
 
     def with_facts(self, found: Facts) -> Identity:
@@ -273,7 +273,7 @@ def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
 
 
 def check_found(then: Facts, found: Facts) -> Facts:
-    """Return the facts ``then`` with those of ``found`` added, which a loaded engine reports: hub commits and served
+    """Return the facts ``then`` with the facts ``found`` added, which a loaded engine reports: hub commits and served
     models.
 
     Raises:

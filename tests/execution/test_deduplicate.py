@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -283,3 +285,19 @@ def test_rows_that_another_run_answered_come_last() -> None:
     run("--limit", "5", name="b")
     run("--reuse", str(OTHER), "--set", "run.order=input")
     assert [record["index"] for record in records()] == [5, 6, 7, 0, 1, 2, 3, 4]
+
+
+def test_a_run_ends_well_if_lengths_cannot_be_stored() -> None:
+    prepare(300)
+    run("--limit", "1")
+    (RUN / "forecast.json").mkdir()
+    assert run()["ok"] == 300
+
+
+def test_plan_leaves_the_index_of_a_reused_run_to_its_sample() -> None:
+    prepare(12)
+    run("--limit", "6", name="b")
+    batchkit("plan", "job.toml", "--json", "--set", f'run.reuse=["{OTHER}"]').ok()
+    file = os.open(OTHER / "answers.index", os.O_RDWR)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -93,15 +94,15 @@ def count_lengths(job: JobConfig, source: Input, most: int | None, say: Say) -> 
     rows = left = len(indexes)
     if done.records:
         left = sum(not done.is_settled(index) for index in indexes)
-    return _counted(job, source, chosen, rows, left, say)
+    with closing(Copies(job, say)) as copies:
+        found = _counted(job, source, chosen, copies, say)
+    return found._replace(rows=rows, left=left, order=_order(job, source, rows))
 
 
-def _counted(
-    job: JobConfig, source: Input, chosen: IndexSet, rows: int, left: int, say: Say
-) -> Lengths:
+def _counted(job: JobConfig, source: Input, chosen: IndexSet, copies: Copies, say: Say) -> Lengths:
+    """Return the lengths of the rows in ``chosen``, as if the job had no other rows."""
     sizes: dict[int, float] = {}
     in_tokens, most_tokens = True, 0.0
-    copies = Copies(job, say)
     began = time.monotonic()
     next_line, n = began + _SAY_EVERY_S, 0
     for n, (row, request, prompt, error) in enumerate(
@@ -126,8 +127,8 @@ def _counted(
         most_tokens = max(most_tokens, _most_tokens(request.sampling))
     ordered, is_speech = sorted(sizes), job.task == "transcribe"
     return Lengths(
-        rows=rows,
-        left=left,
+        rows=len(chosen),
+        left=len(chosen),
         counted=len(chosen),
         indexes=np.array(ordered, dtype=np.int64),
         sizes=np.array([sizes[index] for index in ordered], dtype=np.float64),
@@ -136,7 +137,7 @@ def _counted(
         most_tokens=None if job.has_several and not is_speech else most_tokens,
         deduplicated=copies.deduplicated,
         reused=copies.reused,
-        order=_order(job, source, rows),
+        order=job.run.order,
         row_s=(time.monotonic() - began) / (n - _UNTIMED) if n > 2 * _UNTIMED else 0.0,
     )
 
@@ -151,6 +152,10 @@ class Copies:
             self._seen.add_answers_of(job.folder / RESULTS)
         self._indexes = [AnswerIndex(folder / RESULTS) for folder in reusable(job, say)]
         self.deduplicated = self.reused = 0
+
+    def close(self) -> None:
+        for index in self._indexes:
+            index.close()
 
     def are_known(self, request: Request) -> bool:
         """Return whether the answer would be copied, and count the request. Rows with several generations are not

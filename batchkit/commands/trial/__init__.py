@@ -181,7 +181,7 @@ class Trials:
     def _measurement(
         self, job: JobConfig, at_once: int, seconds: float, least: float
     ) -> Measurement:
-        rows = well_ordered(self._source.read(never), self._hint, max(1, job.run.look_ahead))
+        rows = well_ordered(self._source.read(never), self._hint, job.run.look_ahead)
         first = {row.index for row, _ in islice(rows, at_once)}
         return Measurement(at_once, seconds, total=self.rows, first=first, least=least)
 

@@ -21,9 +21,7 @@ from batchkit.engines import request_checks
 from batchkit.engines.vllm.options import set_environment
 from batchkit.engines.vllm.parsing import unknown_parsers
 from batchkit.errors import JobError, RequestError
-
-GREEDY_BELOW = 1e-5  # as in vLLM
-
+from batchkit.types import GREEDY_BELOW
 
 TokenIds = list[NonNegativeInt]
 TokenKey = Annotated[NonNegativeInt, Strict(False)]  # text in JSON and TOML

@@ -320,7 +320,7 @@ def set_environment(log_level: str = QUIET) -> None:
     }.items():
         os.environ.setdefault(name, value)
     if (threads := os.environ.get("OMP_NUM_THREADS")) is not None:
-        # n-gram speculation uses numba, which otherwise gives torch as many OpenMP threads as there are cores.
+        # n-gram speculation uses numba, which otherwise sets torch's OpenMP threads to the number of cores.
         os.environ.setdefault("NUMBA_NUM_THREADS", threads)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(vllm|transformers)\.")
     # vLLM warns on import, before it has read the level from the environment.
