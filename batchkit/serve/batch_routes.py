@@ -151,21 +151,19 @@ def flex_routes(settings: Settings, store: Store) -> APIRouter:
     @routes.post(_ENDPOINT)
     async def create_chat_completion(request: Request, asked: FlexRequest) -> Response:
         owner, body = request.state.owner, asked.model_dump()
-        name = (await run_in_threadpool(_begun, body, owner, settings, store))["id"]
-        while (batch := await run_in_threadpool(store.get, "batch", name)) is not None:
-            if batch["status"] not in UNFINISHED:
-                return Response(_answer(batch, settings), media_type="application/json")
-            if await request.is_disconnected():
-                cancel = partial(moved, status="cancelling", now=wall_s())
-                await run_in_threadpool(store.change, name, cancel)
-                break
-            try:
+        try:
+            name = (await run_in_threadpool(_begun, body, owner, settings, store))["id"]
+            while (batch := await run_in_threadpool(store.get, "batch", name)) is not None:
+                if batch["status"] not in UNFINISHED:
+                    return Response(_answer(batch, settings), media_type="application/json")
+                if await request.is_disconnected():
+                    cancel = partial(moved, status="cancelling", now=wall_s())
+                    await run_in_threadpool(store.change, name, cancel)
+                    break
                 await asyncio.sleep(_LOOK_S)
-            except (
-                asyncio.CancelledError
-            ):  # the request was still running at the end of the drain time after SIGTERM
-                stopping = ApiProblem(503, "The server is stopping; ask again.")
-                return JSONResponse(stopping.to_json(), 503)
+        except asyncio.CancelledError:  # uvicorn's, when its time to shut down is over
+            stopping = ApiProblem(503, "The server is stopping; ask again.")
+            return JSONResponse(stopping.to_json(), 503)
         return Response(status_code=499)  # the client has disconnected
 
     return routes
