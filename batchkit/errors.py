@@ -12,6 +12,7 @@ BatchkitError                  exit code
 ├── UploadError                1   an export could not be sent
 ├── EngineError                1   the engine is dead, or never started
 ├── FailedRowsError            3   rows failed, and the caller wants an error in that case
+├── WrongAnswersError          1   the engine gives other answers in a batch than alone
 ├── TooManyFailuresError       1   run.fail_on_error was reached
 ├── BlockedError               1   a rollout's code blocks all other rows
 ├── BudgetError                1   a budget was used up before a judge or `plan` had finished
@@ -103,6 +104,10 @@ class UploadError(BatchkitError):
 
 class EngineError(BatchkitError):
     """The engine is dead or could not start; it takes no more requests."""
+
+
+class WrongAnswersError(BatchkitError):
+    """The engine gives other answers in a batch than alone (``[self_check]``)."""
 
 
 class TooManyFailuresError(BatchkitError):

@@ -54,6 +54,13 @@ _FOLDER = Path("output/serve")
     help="Maximum size of an uploaded file, in GB.",
 )
 @click.option("--webhook", metavar="URL", help="URL that gets a POST for each batch that ends.")
+@click.option(
+    "--self-check",
+    type=click.IntRange(0),
+    default=0,
+    metavar="ROWS",
+    help="Compute this many rows of each batch again alone and compare. Other batches on the model wait meanwhile.",
+)
 @SET
 @click.option(
     "--check", is_flag=True, help="Compare the database with the folders on disk, and exit."

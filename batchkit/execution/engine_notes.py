@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from batchkit.execution.events import EngineHistory, EngineMessage, Event, Found, Message, Note
+from batchkit.execution.events import (
+    EngineHistory,
+    EngineMessage,
+    Event,
+    Found,
+    Message,
+    Note,
+    SelfChecked,
+)
 from batchkit.execution.places import Place
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.screen import Screen
@@ -46,6 +54,10 @@ class EngineNotes:
                     then, now = self._run.starts.history.found, self._found
                     self._run.starts.learn(found={**then, **{key: now[key] for key in found}})
                     self._run.save()
+            case SelfChecked(findings):
+                starts = self._run.starts
+                starts.note(self_check=starts.last.self_check.with_findings(findings))
+                self._run.save()
             case EngineHistory():
                 self._remember(event)
                 self._run.save()  # now, because the next start needs it even after a kill

@@ -50,6 +50,13 @@ class Found(NamedTuple):
     found: Mapping[str, Mapping[str, Any]]
 
 
+class SelfChecked(NamedTuple):
+    """The results of a self-check: for each row computed again, its ``index`` and ``id``, and the fields of ``Verdict``
+    (``runs/verdicts.py``)."""
+
+    findings: Sequence[Mapping[str, Any]]
+
+
 class Load(NamedTuple):
     """The summed load of one or several engines at their last poll."""
 
@@ -72,5 +79,5 @@ class Load(NamedTuple):
         return summed._replace(kv_cache_usage=fullest, trouble=self.trouble or other.trouble)
 
 
-Event = Message | EngineMessage | Note | EngineHistory | Found
+Event = Message | EngineMessage | Note | EngineHistory | Found | SelfChecked
 Hear = Callable[[Event], None]

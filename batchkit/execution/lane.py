@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from batchkit.execution.checked_layer import CheckedLayer
@@ -13,6 +13,7 @@ from batchkit.execution.events import EngineMessage, Load
 from batchkit.execution.places import Place
 from batchkit.execution.requests import Requests
 from batchkit.execution.retry import Retry
+from batchkit.execution.self_check import SelfCheck, is_checked
 from batchkit.execution.start import Start
 from batchkit.execution.window import Windowed
 from batchkit.rendering.prefetch import AHEAD
@@ -29,6 +30,7 @@ class Lane:
 
     - ``place``: the place of its engine.
     - ``answers``: answers that equal requests can copy.
+    - ``expected_s``: returns how many seconds the run is expected to take.
     - ``name``: name in ``[engines]``; "" for ``[engine]``.
     - ``max_num_seqs``, ``versions``: as the engine reported them after loading.
 
@@ -43,6 +45,7 @@ class Lane:
         requests: Requests,
         engines: RunEngines,
         answers: Answers,
+        expected_s: Callable[[], float],
     ) -> None:
         self.name = place.name
         self._requests, self._hear = requests, engines.hear_of(place)
@@ -55,9 +58,12 @@ class Lane:
             held.callback(engines.give_back, place, engine)
             fixed = start.job.run.max_in_flight
             stack: EngineLayer = Windowed(engine, self._hear, None if fixed == "auto" else fixed)
-            for name, parameters in reversed(
-                start.job.with_engine(place.name).engine.layers.items()
-            ):
+            job = start.job.with_engine(place.name)
+            self._check: SelfCheck | None = None
+            if is_checked(job):
+                dtype = engine.versions.get("dtype")
+                stack = self._check = SelfCheck(stack, job, dtype, self._hear, expected_s)
+            for name, parameters in reversed(job.engine.layers.items()):
                 stack = CheckedLayer(name, parameters, stack, self._hear)
             self._stack = Retry(Deduplicate(stack, answers), start)
             held.callback(self._stack.close)
@@ -94,7 +100,8 @@ class Lane:
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Return the completions of requests that are settled. Wait at most ``timeout_s`` for the first."""
-        done = self._stack.poll(timeout_s if self._open else 0)
+        is_busy = bool(self._open) or self.is_checking
+        done = self._stack.poll(timeout_s if is_busy else 0)
         self._open.difference_update(completion.request.key for completion in done)
         return [self._released(completion) for completion in done]
 
@@ -107,6 +114,16 @@ class Lane:
     def is_done(self) -> bool:
         """True once every request has come back."""
         return not self._open and self._requests.exhausted
+
+    def check(self) -> None:
+        """Begin the self-check at the end of the run, if the job has one. Every request must have come back."""
+        if self._check is not None:
+            self._check.finish()
+
+    @property
+    def is_checking(self) -> bool:
+        """True while rows are computed again for the self-check."""
+        return self._check is not None and self._check.is_busy
 
     @property
     def load(self) -> Load:

@@ -61,7 +61,7 @@ class Loop:
         self._seconds = 0.0
         self._retried = self._n_deduplicated = self._n_reused = 0
         self._next_sync = self._next_note = 0.0
-        self._began = time.monotonic()
+        self._began = self._generating_since = time.monotonic()
 
     def run(self) -> Outcome:
         """Run all pending rows until each is settled or the start must stop. Return the outcome."""
@@ -97,6 +97,7 @@ class Loop:
     def _generate(self, pool: WorkerPool) -> None:
         """Fill, poll and write until every row is settled or the start must stop."""
         began, engine = time.monotonic(), pool.engine_facts
+        self._generating_since = began
         self._notes.note_versions(engine.versions)
         self._screen.say(
             f"{_BEGUN[self._start.job.task]}; model loaded in {self._loads_s[-1]:.0f} s,"
@@ -104,13 +105,12 @@ class Loop:
         )
         try:
             with self._stop.request.deferred():
-                while not pool.is_done:
-                    is_stopping = self._stop.check_budgets(pool.load.unfinished_tokens)
-                    self._write(pool.fill(taking=not is_stopping), pool)
-                    if is_stopping and self._stop.check_drained(pool.load.in_flight):
-                        break
-                    self._write(pool.poll(), pool)
-                    self._housekeeping(pool)
+                while not pool.is_done and self._turn(pool):
+                    pass
+                if pool.is_done:
+                    pool.check()
+                    while pool.is_checking and self._turn(pool):
+                        pass
         except Interrupted:  # a signal during an engine restart: no request is in flight
             pass
         finally:
@@ -119,6 +119,24 @@ class Loop:
             self._run.ledger.flush()
             self._note_workers(pool)
             self._screen.show(self._tasks, pool.load, force=True)
+
+    def _turn(self, pool: WorkerPool) -> bool:
+        """Fill, poll and write once. Return False if the start must stop, and no request is in flight."""
+        is_stopping = self._stop.check_budgets(pool.load.unfinished_tokens)
+        self._write(pool.fill(taking=not is_stopping), pool)
+        if is_stopping and self._stop.check_drained(pool.load.in_flight):
+            return False
+        self._write(pool.poll(), pool)
+        self._housekeeping(pool)
+        return True
+
+    def _expected_s(self) -> float:
+        """Return how many seconds this start will generate, estimated from the rows so far; 0 if unknown."""
+        tasks = self._tasks
+        if (total := tasks.total()) is None or not tasks.settled:
+            return 0.0
+        elapsed_s = time.monotonic() - self._generating_since
+        return elapsed_s * (total - tasks.resumed - tasks.elsewhere) / tasks.settled
 
     def _write(self, lines: Sequence[Returned], pool: WorkerPool) -> None:
         """Write settled rows and generations to their logs. Record the rows that were paused until another engine is
@@ -211,7 +229,7 @@ class Loop:
                 answers = Answers(start, run.folder, run.ledger.flush, run.reused)
                 held.enter_context(closing(answers))
                 with self._screen.waiting("loading the model"):
-                    pool = Worker(start, requests, opened, answers)
+                    pool = Worker(start, requests, opened, answers, self._expected_s)
             held.enter_context(closing(pool))
             self._loads_s.append(time.monotonic() - started)
             yield pool
@@ -309,6 +327,7 @@ class Loop:
             failures=failures,
             uncovered=uncovered,
             source=tasks.input.source,
+            checked=run.starts.last.self_check,
             run=run.manifest.created_at,
             generates=job.generates,
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from batchkit.config.tables import BudgetTable, JobConfig
+from batchkit.config.tables import JobConfig
 from batchkit.errors import ChangedError
 from batchkit.execution.start import Start
 from batchkit.runs.answers import SideAnswer
@@ -73,13 +73,8 @@ def check(
         found = source.everything(lambda index: index not in then or skip(index))
         return islice(found, len(then))  # do not read the rest of the input
 
-    of_check = job.model_copy(
-        update={
-            "name": "parity",
-            "output": job.output.model_copy(update={"dir": str(job.folder)}),
-            "run": job.run.of_part(),
-            "budget": BudgetTable(),
-        }
+    of_check = job.as_part(
+        name="parity", output=job.output.model_copy(update={"dir": str(job.folder)})
     )
     answer(of_check, source._replace(read=rows, size=lambda: len(then)))
     now = {record["index"]: record for record in read_newest(of_check.folder / RESULTS)}

@@ -22,6 +22,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from batchkit.engines.base import Engine, EngineLoad
@@ -261,17 +262,27 @@ class SharedEngine:
     def _hand_over(self) -> None:
         while len(self._in_flight) < self._window.size:
             waiting = [seat for seat in self.seats if seat.waiting]
-            if not waiting:
+            if not waiting or self._is_occupied:
                 break
             seat = min(waiting, key=self._priority)
+            if seat.waiting[0].alone and self._in_flight:
+                break
             request = seat.waiting.popleft()
             self._count(seat, 1)
             self._in_flight[id(request)] = seat, request
             self.engine.submit(request)
 
-    def _priority(self, seat: Seat) -> tuple[Sequence[int], int, int]:
-        """Return the sort key of a seat. The next request is taken from the seat with the lowest key."""
-        return seat.claim.rank, self._of_owner[seat.claim.owner], seat.claim.left
+    @property
+    def _is_occupied(self) -> bool:
+        """True while the engine computes a request that must run alone."""
+        in_flight = [*islice(self._in_flight.values(), 1)]
+        return any(request.alone for _, request in in_flight)
+
+    def _priority(self, seat: Seat) -> tuple[bool, Sequence[int], int, int]:
+        """Return the sort key of a seat. The next request is taken from the seat with the lowest key. A request that must
+        run alone comes first, so that others do not delay it forever."""
+        others_first = not seat.waiting[0].alone
+        return others_first, seat.claim.rank, self._of_owner[seat.claim.owner], seat.claim.left
 
     def _count(self, seat: Seat, number: int) -> None:
         self._of_owner[seat.claim.owner] += number

@@ -19,6 +19,7 @@ from batchkit.sources.input import Input
 from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest_lines import read_newest
+from batchkit.storage.starts import Checked
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,6 +64,8 @@ class RunSummary:
     # Empty if the start was stopped.
     failures: Sequence[Failure] = field(default=(), repr=False, compare=False)
     source: Input | None = field(default=None, repr=False, compare=False)  # the input of the rows
+    # The self-check of this start.
+    checked: Checked = field(default=Checked(), repr=False, compare=False)
     # When the run began; distinguishes the run from other runs in the same folder.
     run: str = field(default="", repr=False, compare=False)
     # False if the task gives no text.
@@ -86,6 +89,8 @@ class RunSummary:
         copied = {"equal requests": self.deduplicated, "other runs": self.reused}
         if parts := [f"{n:,} from {source}" for source, n in copied.items() if n]:
             lines.append(f"answers copied: {', '.join(parts)}")
+        if checked := self.checked.in_words():
+            lines.append(checked)
         if self.price is not None:
             lines.append(f"price so far: {number(self.price)}")
         if self.uncovered:

@@ -7,7 +7,7 @@ starts has a Worker (``cluster/``). The main loop uses ``Worker`` and ``RayPool`
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import groupby
 from typing import NamedTuple
@@ -50,13 +50,19 @@ class Worker:
 
     - ``opened``: the engines to load.
     - ``answers``: answers that equal requests can copy.
+    - ``expected_s``: returns how many seconds the run is expected to take, without loading.
 
     Raises:
         JobError, EngineError: the model can't be loaded.
     """
 
     def __init__(
-        self, start: Start, requests: Requests, opened: RunEngines, answers: Answers
+        self,
+        start: Start,
+        requests: Requests,
+        opened: RunEngines,
+        answers: Answers,
+        expected_s: Callable[[], float],
     ) -> None:
         learn_secrets(start.job)  # a worker on Ray is another process, which must mask secrets, too
         self._start, self._requests = start, requests
@@ -67,7 +73,7 @@ class Worker:
         with ExitStack() as held:
             opened.prepare()
             for place in opened.places:
-                lane = Lane(start, place, requests, opened, answers)
+                lane = Lane(start, place, requests, opened, answers, expected_s)
                 held.enter_context(closing(lane))
                 self._lanes.append(lane)
             self._held = held.pop_all()
@@ -90,7 +96,7 @@ class Worker:
         """Return the lines of requests that the engines have finished since the last call."""
         if len(self._lanes) == 1:
             return [*self._lines(self._lanes[0].poll(POLL_S))]
-        n_busy = max(1, sum(lane.n_open > 0 for lane in self._lanes))
+        n_busy = max(1, sum(lane.n_open > 0 or lane.is_checking for lane in self._lanes))
         for timeout_s in (0.0, _SHARED_POLL_S / n_busy):
             if settled := self._poll(timeout_s):
                 return [*self._lines(settled)]
@@ -126,6 +132,17 @@ class Worker:
     def is_done(self) -> bool:
         """True once every row has come back."""
         return all(lane.is_done for lane in self._lanes)
+
+    def check(self) -> None:
+        """Begin the self-check at the end of the run. Call it once, when every row has come back; then go on with
+        ``fill`` and ``poll`` until ``is_checking`` is False."""
+        for lane in self._lanes:
+            lane.check()
+
+    @property
+    def is_checking(self) -> bool:
+        """True while rows are computed again for the self-check."""
+        return any(lane.is_checking for lane in self._lanes)
 
     def close(self) -> None:
         """Drop requests in flight and release all resources."""

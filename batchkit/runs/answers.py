@@ -24,7 +24,7 @@ _SHOWN = 10
 _BEFORE, _SHOWN_CHARACTERS = 20, 72  # characters shown before a difference, and in total
 _COUNTS = ("equal", "differ", "failed_before", "failed_after", "failed_in_both")
 _WORDS = re.compile(r"\s*\S+")
-_PIECE = "\N{REPLACEMENT CHARACTER}"  # part of a character that takes several tokens
+PIECE = "\N{REPLACEMENT CHARACTER}"  # part of a character that takes several tokens
 
 
 class Token(NamedTuple):
@@ -51,9 +51,14 @@ class SideAnswer(NamedTuple):
         return cls(
             "\n".join(filter(None, [record.get("reasoning"), answers_in_words(record)[0]])),
             record["finish_reason"],
-            None if tokens is None else [_token(found) for found in tokens],
+            None if tokens is None else tokens_of(tokens),
             (record.get("usage") or {}).get("prompt_tokens"),
         )
+
+
+def tokens_of(logprobs: Sequence[Mapping[str, Any]]) -> list[Token]:
+    """Return the tokens of an answer from its logprobs in OpenAI's format."""
+    return [_token(found) for found in logprobs]
 
 
 def _token(found: Mapping[str, Any]) -> Token:
@@ -251,7 +256,7 @@ def _common_prefix(a: Sequence[T], b: Sequence[T], are_alike: Callable[[T, T], b
 def _look_alike(a: Token, b: Token) -> bool:
     """Return True if two tokens have the same text. A token that is part of a character counts as equal to any token,
     because engines show such parts in different ways."""
-    return a.text == b.text or not a.text or not b.text or _PIECE in a.text or _PIECE in b.text
+    return a.text == b.text or not a.text or not b.text or PIECE in a.text or PIECE in b.text
 
 
 def _words(text: str) -> list[Token]:

@@ -20,7 +20,7 @@ from batchkit.storage.log import log_of, read_lines
 from batchkit.storage.manifest import read_manifest
 from batchkit.storage.metrics import newest_metrics
 from batchkit.storage.runfolder import held_by, named
-from batchkit.storage.starts import History, read_history
+from batchkit.storage.starts import Checked, History, read_history
 from batchkit.storage.steps import spent_in
 from batchkit.types import Usage
 
@@ -40,6 +40,7 @@ class Status:
     - ``accepted_tokens_per_step``: with speculative decoding, the mean number of drafted tokens that a forward pass of the
       last start accepted for one request; otherwise None.
     - ``held_by``: the process that works on the run, or None.
+    - ``checked``: the rows that ``[self_check]`` has computed again, over all starts.
     - ``workers``: the state of each worker when the last start wrote its last checkpoint; empty without several workers.
     """
 
@@ -62,9 +63,10 @@ class Status:
     starts: int
     accepted_tokens_per_step: float | None
     held_by: Mapping[str, Any] | None
+    checked: Checked
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "checked": self.checked.counts()}
 
     def to_text(self) -> str:
         return "\n".join(self._lines())
@@ -93,6 +95,8 @@ class Status:
         )
         if self.accepted_tokens_per_step is not None:
             yield f"speculation: {self.accepted_tokens_per_step} drafted tokens accepted per step"
+        if checked := self.checked.in_words():
+            yield checked
         yield f"starts: {self.starts}, engine restarts: {self.engine_restarts}"
         yield from (f"  {event}" for event in self.engine_events[-5:])
         yield from map(self._worker_line, self.workers)
@@ -155,6 +159,7 @@ def status(folder: Path) -> Status:
         starts=len(history.starts),
         accepted_tokens_per_step=None if metrics is None else metrics.accepted_tokens_per_step,
         held_by=holder,
+        checked=history.self_checks,
     )
 
 

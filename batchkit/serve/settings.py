@@ -59,6 +59,7 @@ class Settings:
     - ``models``: each model under all of its names.
     - ``keys``: the keys in ``key_file``, by hash; None if the server needs no keys.
     - ``webhook``: URL that receives an event for each ended batch.
+    - ``self_check``: ``self_check.rows`` of each batch.
     - ``retention_days``: number of days that files and runs are kept; 0 means forever.
     """
 
@@ -71,6 +72,7 @@ class Settings:
     webhook: str | None = None
     retention_days: float = 30.0
     max_file_bytes: int = 64 * 2**30
+    self_check: int = 0
 
     @property
     def database(self) -> Path:
@@ -145,5 +147,6 @@ class Settings:
                 "media": media,
                 "output": output,
                 "run": run,
+                "self_check": job.self_check.model_copy(update={"rows": self.self_check}),
             }
         )

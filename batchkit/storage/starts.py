@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -66,6 +67,49 @@ class WorkerState(_Part):
     engine_restarts: int
 
 
+class Checked(_Part):
+    """The rows that a start has computed again alone (``[self_check]``), and how their answers compare.
+
+    ``differences``: the rows that are not equal, with the fields of ``Verdict`` (``runs/verdicts.py``); the first twenty.
+    """
+
+    rows: int = 0
+    equal: int = 0
+    near_ties: int = 0
+    different: int = 0
+    differences: list[dict[str, Any]] = []
+
+    def with_findings(self, findings: Sequence[Mapping[str, Any]]) -> Checked:
+        """Return the counts after ``findings`` (``execution/events.py``) were added."""
+        kinds = Counter(finding["kind"] for finding in findings)
+        unequal = [dict(finding) for finding in findings if finding["kind"] != "equal"]
+        return Checked(
+            rows=self.rows + len(findings),
+            equal=self.equal + kinds["equal"],
+            near_ties=self.near_ties + kinds["near_tie"],
+            different=self.different + kinds["different"],
+            differences=[*self.differences, *unequal][:MOST_EVENTS],
+        )
+
+    def counts(self) -> dict[str, int]:
+        return self.model_dump(exclude={"differences"})
+
+    def in_words(self) -> str:
+        """Return a line about the check, or "" if no row was computed again."""
+        if not self.rows:
+            return ""
+        ties = f"{self.near_ties:,} near {'tie' if self.near_ties == 1 else 'ties'}"
+        return (
+            f"self-check: {self.rows:,} {'row' if self.rows == 1 else 'rows'} computed again alone:"
+            f" {self.equal:,} equal, {ties}, {self.different:,} different"
+        )
+
+    def __add__(self, other: Checked) -> Checked:
+        """Return the sum of the checks of two starts."""
+        pairs = {name: getattr(self, name) + getattr(other, name) for name in Checked.model_fields}
+        return Checked(**pairs)
+
+
 class StartNote(_Part):
     """Notes about one start of the run. ``ended_at`` and ``seconds`` stay None while it runs, or if it was killed."""
 
@@ -84,6 +128,7 @@ class StartNote(_Part):
     engine_events: list[str] = []
     engine_event_times: list[str] = []  # when each of ``engine_events`` happened
     workers: list[WorkerState] = []
+    self_check: Checked = Checked()
     seconds: float | None = None  # duration of the start with a loaded engine
     # Sum over all GPUs of the job, including loading. Up to the last checkpoint if the job has a price for GPUs,
     # otherwise up to the end of the start.
@@ -146,6 +191,11 @@ class History(_Part):
         then, files = manifest.identity, manifest.input if self.input is None else self.input
         now = replace(then, job=then.job | self.checked).with_facts(self.found)
         return manifest.model_copy(update={"identity": now, "input": files})
+
+    @property
+    def self_checks(self) -> Checked:
+        """The sum of the self-checks of all starts."""
+        return sum((start.self_check for start in self.starts), Checked())
 
     @property
     def last_start(self) -> StartNote | None:

@@ -6,6 +6,7 @@ Every format is written as a stream to a temporary file, which is renamed when i
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -197,9 +198,12 @@ def write_parquet(
 
 
 def _about(folder: Path) -> dict[str, str]:
-    """Return metadata for the Parquet file: the run's name, its number of rows, and how many have no answer."""
+    """Return metadata for the Parquet file: the run's name, its number of rows, how many have no answer, and the counts
+    of the self-check as JSON."""
     found = status(folder)
     about = {"run": found.name, "rows": found.total, "rows_without_answer": found.pending}
+    if found.checked.rows:
+        about["checked"] = json.dumps(found.checked.counts())
     if job_of_run(folder).is_dry:
         about["dry_run"] = True
     return {f"batchkit.{name}": str(value) for name, value in about.items()}

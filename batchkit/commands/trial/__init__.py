@@ -28,7 +28,7 @@ from batchkit.commands.trial.measurement import (
     seconds_at,
     was_short,
 )
-from batchkit.config.tables import WITH_VECTORS, BudgetTable, JobConfig
+from batchkit.config.tables import WITH_VECTORS, JobConfig
 from batchkit.engines.faults import EngineDied, StartFailed
 from batchkit.engines.memory import family_bytes, gpu_bytes
 from batchkit.engines.process.launcher import LOG
@@ -202,14 +202,14 @@ class Trials:
 
 def _of_trial(job: JobConfig, folder: Path, rows: int) -> JobConfig:
     """Return the job for one trial. Its run stops when the engine dies, but continues when rows fail."""
-    return job.model_copy(
+    of_part = job.as_part()
+    return of_part.model_copy(
         update={
             "input": job.input.model_copy(update={"limit": rows}),
             "engine": job.engine.model_copy(update={"in_process": False}),
-            "run": job.run.of_part().model_copy(
+            "run": of_part.run.model_copy(
                 update={"max_engine_restarts": 0, "check_rows": 0, "max_host_gb": None}
             ),
-            "budget": BudgetTable(),
             "output": job.output.model_copy(update={"dir": str(folder)}),
         }
     )

@@ -28,7 +28,6 @@ from batchkit.commands.tuning.options import (
 from batchkit.commands.tuning.table import line_of
 from batchkit.config.numbers import number
 from batchkit.config.tables import (
-    BudgetTable,
     JobConfig,
     OutputTable,
     SamplingTable,
@@ -381,15 +380,11 @@ def _share_that_differs(job: JobConfig, options: Options, say: Say) -> float:
     """Return the share of rows whose greedy answer changes with ``options``, over the first rows of the job."""
     sampling = {name: value for name, value in job.sampling.params().items() if name not in _DRAWN}
     limit = min(_ROWS_COMPARED, job.input.limit or _ROWS_COMPARED)
-    greedy = job.model_copy(
-        update={
-            "input": job.input.model_copy(update={"limit": limit}),
-            "sampling": SamplingTable(**{**sampling, "temperature": 0.0}),
-            "output": OutputTable(dir=str(trials_folder(job, TUNE))),
-            "scoring": ScoringTable(),
-            "run": job.run.of_part(),
-            "budget": BudgetTable(),
-        }
+    greedy = job.as_part(
+        input=job.input.model_copy(update={"limit": limit}),
+        sampling=SamplingTable(**{**sampling, "temperature": 0.0}),
+        output=OutputTable(dir=str(trials_folder(job, TUNE))),
+        scoring=ScoringTable(),
     )
     folders = []
     for name, chosen in (("answers-default", {}), ("answers-tuned", options)):

@@ -108,6 +108,8 @@ def _notes(look: Look, figures: Figures, table: ScoreTable, *, is_on: bool) -> I
         yield f"{figures.n_cut:,} answers ({share}) ended at max_tokens, before the model was done."
     if figures.n_shortened:
         yield f"{figures.n_shortened:,} prompts were cut in the middle to fit the model."
+    if n_different := look.history.self_checks.different:
+        yield f"{n_different:,} rows had another answer when they were computed alone (docs/self-check.md)."
     if not (is_on or table.names):
         yield "Nothing is scored: the job has no [scoring]."
     elif figures.n_rows and not overall.scored:
@@ -138,6 +140,7 @@ def _origin(folder: Path, job: JobConfig) -> Iterator[tuple[str, str]]:
     yield "Seed", str(manifest.seed)
     yield "Host", ", ".join(dict.fromkeys(str(start.host) for start in starts))
     yield "Starts", f"{len(starts)}, {restarts} engine restarts" if starts else ""
+    yield "Self-check", history.self_checks.in_words().removeprefix("self-check: ")
     yield "Overrides", ", ".join(dict.fromkeys(overrides))
 
 

@@ -19,6 +19,7 @@ from batchkit.config.tables.run import (
     OutputTable,
     RetryTable,
     RunTable,
+    SelfCheckTable,
     WorkersTable,
 )
 from batchkit.config.tables.scoring import (
@@ -55,6 +56,7 @@ __all__ = [
     "ScoringRule",
     "ScoringTable",
     "Seconds",
+    "SelfCheckTable",
     "ServerTable",
     "StepTable",
     "Table",

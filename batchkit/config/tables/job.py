@@ -29,6 +29,7 @@ from batchkit.config.tables.run import (
     OutputTable,
     RetryTable,
     RunTable,
+    SelfCheckTable,
     WorkersTable,
 )
 from batchkit.config.tables.scoring import ScoringTable
@@ -78,6 +79,7 @@ class JobConfig(Table):
     pooling: PoolingTable = PoolingTable()
     speech: SpeechTable = SpeechTable()
     run: RunTable = RunTable()
+    self_check: SelfCheckTable = SelfCheckTable()
     workers: WorkersTable = WorkersTable()
     budget: BudgetTable = BudgetTable()
     retry: RetryTable = RetryTable()
@@ -119,6 +121,17 @@ class JobConfig(Table):
         """Return a copy with ``.dry-run`` added to its name. Its run folder differs, so trial records never mix with
         real answers."""
         return self.model_copy(update={"name": f"{self.name}{_TRIAL}"})
+
+    def as_part(self, **changes: Any) -> JobConfig:
+        """Return a copy for a part of this run that has its own engine, for example a trial. Budgets, the self-check and
+        the settings that ``RunTable.of_part`` leaves out belong to the whole run. ``changes``: further tables and
+        keys."""
+        of_part = {
+            "run": self.run.of_part(),
+            "budget": BudgetTable(),
+            "self_check": SelfCheckTable(rows=0),
+        }
+        return self.model_copy(update={**of_part, **changes})
 
     @property
     def folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""The tables ``[run]``, ``[workers]``, ``[budget]``, ``[retry]`` and ``[output]``."""
+"""The tables ``[run]``, ``[self_check]``, ``[workers]``, ``[budget]``, ``[retry]`` and ``[output]``."""
 
 from __future__ import annotations
 
@@ -100,6 +100,19 @@ class RunTable(Table):
         ours = dict.fromkeys(("sample", "metrics_port", "on_end"))
         computes = {"deduplicate": False, "reuse": []}
         return self.model_copy(update={"fail_on_error": False, **ours, **computes})
+
+
+class SelfCheckTable(Table):
+    """Rows that are computed again alone, to find out whether the engine computes rows in a batch correctly
+    (docs/self-check.md)."""
+
+    rows: Free[NonNegativeInt | None] = None
+    """Number of rows to compute again: half of them after the first few hundred answers, the others at the end. The
+    default is up to 16 rows, as far as this takes at most 1 % of the run's expected time; long answers are then compared
+    only at their beginning. 0 turns the check off."""
+    max_different: Free[float] = Field(0.05, ge=0, le=1)
+    """Stop the run if more than this fraction of the rows that were computed again have another answer, other than by a
+    near tie of two tokens."""
 
 
 class WorkersTable(Table):

@@ -52,6 +52,7 @@ class TransformersEngine:
         self._seed = job.run.seed
         self._loaded = load_model(job, options, renderer.config, renderer.tokenizer)
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+        self.versions["dtype"] = str(self._loaded.model.dtype).removeprefix("torch.")
         self._host_memory = HostMemory(job)
         self._submitted: deque[tuple[Request, float]] = deque()
         self._waiting: list[BatchAnswer] = []  # answers that run alone come first

@@ -71,6 +71,7 @@ class VllmEngine:
         self.versions = {"vllm": vllm.__version__}
         self._watch, self._llm = _load(job, vllm_config)
         self._engine = self._llm.llm_engine
+        self.versions["dtype"] = str(self._llm.model_config.dtype).removeprefix("torch.")
         self._loras = _loras_of(job, self._llm, self._watch)
         self.limits = limits_of(self._engine.vllm_config)
         self.max_num_seqs: int = self.limits["max_num_seqs"]

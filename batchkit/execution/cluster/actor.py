@@ -24,7 +24,7 @@ from msgspec import structs
 
 from batchkit.engines import mps
 from batchkit.engines.process.launcher import LOG
-from batchkit.errors import BatchkitError, EngineError, JobError
+from batchkit.errors import BatchkitError, EngineError, JobError, WrongAnswersError
 from batchkit.execution.deduplicate import Answers
 from batchkit.execution.engine_pool import EnginePool, RunEngines
 from batchkit.execution.engine_turns import grouping_of
@@ -58,14 +58,16 @@ class WorkerReport:
 
     - ``engine``: facts about the loaded engines; None while the models load.
     - ``failure``: why the worker can't continue. It is a JobError if every other worker would fail, too.
+    - ``is_checked``: True once the self-check at the end of the run has ended.
     """
 
     place: Placement
     lines: list[Returned] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     engine: EngineFacts | None = None
-    failure: JobError | EngineError | None = None
+    failure: BatchkitError | None = None
     load: Load = field(default_factory=Load)
+    is_checked: bool = False
 
 
 class Actor:
@@ -92,20 +94,23 @@ class Actor:
         self._spacing_s = (start.job.workers.count or 1) / MOST_CALLS_PER_S
         self._changed = threading.Condition()
         self._report = WorkerReport(Placement(socket.gethostname(), ray.get_gpu_ids()))
-        self._taking = True
+        self._taking, self._asks_for_check = True, False
         self._closed = False
         self._unsettled = self._written = 0
         self._thread = threading.Thread(target=self._work, args=(known,), name="worker")
         self._thread.daemon = True
         self._thread.start()
 
-    def exchange(self, tasks: Sequence[Task], taking: bool, written: int) -> WorkerReport:
+    def exchange(
+        self, tasks: Sequence[Task], taking: bool, written: int, check: bool
+    ) -> WorkerReport:
         """Take new ``tasks``, wait for settled rows, and return the rows that were settled since the last call.
 
         - ``taking``: False while the run is stopping, so that no request is submitted.
         - ``written``: how many returned generations the run has written to the ledger since the last call.
+        - ``check``: True once all rows of the run are settled, so that the self-check at its end can begin.
         """
-        self._taking = taking
+        self._taking, self._asks_for_check = taking, check
         for task in tasks:
             self._inbox.put(task)
         with self._changed:
@@ -147,11 +152,15 @@ class Actor:
                 opened = RunEngines(self._start, engines, places, self._hear, known=known)
                 reused = [Path(name) for name in job.run.reuse if is_run(Path(name))]
                 answers = held.enter_context(closing(Answers(self._start, reused=reused)))
-                worker = Worker(self._start, requests, opened, answers)
+                # Only the driver knows how many rows there are, so the check near the start waits until the run has
+                # lasted long enough.
+                worker = Worker(self._start, requests, opened, answers, expected_s=lambda: 0.0)
                 held.enter_context(closing(worker))
                 self._answer(worker)
         except JobError as error:
             self._fail(JobError(str(error)))
+        except WrongAnswersError as error:
+            self._fail(error)
         except BatchkitError as error:
             self._fail(EngineError(str(error)))
         except BaseException:
@@ -160,6 +169,7 @@ class Actor:
     def _answer(self, worker: Worker) -> None:
         with self._changed:
             self._report.engine = worker.engine_facts
+        has_begun_check = False
         while not self._closed:
             taking = self._taking
             self._bring(worker, worker.fill(taking=taking))
@@ -167,6 +177,11 @@ class Actor:
             with self._changed:
                 written, self._written = self._written, 0
             worker.note_written(written)
+            if self._asks_for_check:
+                if not has_begun_check:
+                    worker.check()
+                    has_begun_check = True
+                self._report.is_checked = not worker.is_checking
             if not taking and not worker.load.in_flight:
                 time.sleep(POLL_S)
 
@@ -182,7 +197,7 @@ class Actor:
             self._report.events.append(event)
             self._changed.notify_all()
 
-    def _fail(self, failure: JobError | EngineError) -> None:
+    def _fail(self, failure: BatchkitError) -> None:
         with self._changed:
             self._report.failure = failure
             self._changed.notify_all()

@@ -151,6 +151,7 @@ class Life:
     engine: EngineFacts | None = None
     load: Load = field(default_factory=Load)
     is_said_to_wait: bool = False
+    is_checked: bool = False  # the self-check at the end of the run has ended
     returned: int = 0  # generations that came back and are not in the ledger yet
     written: int = 0  # generations in the ledger that the next call reports to the worker
 

@@ -10,12 +10,27 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
-from batchkit.errors import BatchkitError, EngineCrashError, EngineError, Interrupted, JobError
+from batchkit.errors import (
+    BatchkitError,
+    EngineCrashError,
+    EngineError,
+    Interrupted,
+    JobError,
+    WrongAnswersError,
+)
 from batchkit.execution.cluster.actor import CLOSE_S, Actor, WorkerReport
 from batchkit.execution.cluster.leases import Leases, RayWorker
 from batchkit.execution.cluster.session import cause_of, knock, needs, session
 from batchkit.execution.completions import to_line
-from batchkit.execution.events import EngineHistory, EngineMessage, Found, Hear, Load, Message
+from batchkit.execution.events import (
+    EngineHistory,
+    EngineMessage,
+    Found,
+    Hear,
+    Load,
+    Message,
+    SelfChecked,
+)
 from batchkit.execution.lane import POLL_S
 from batchkit.execution.rollouts.rollouts import PausedRow
 from batchkit.execution.start import Start
@@ -63,6 +78,7 @@ class RayPool:
         self._leases = Leases(self._workers, quarantined=start.options.quarantined)
         self._known = dict(known)
         self._broken: BatchkitError | None = None
+        self._asks_for_check = False
         self._is_headless = False
         self._next_knock = self._head_seen = time.monotonic()
         with ExitStack() as held:
@@ -101,7 +117,7 @@ class RayPool:
                 # After the row was read, a worker that has since died may have written generations of the row.
                 tasks = [t._replace(known=self._due.known(t.row.index)) for t in leased]
             written, life.written = life.written, 0
-            life.call = life.actor.exchange.remote(tasks, taking, written)
+            life.call = life.actor.exchange.remote(tasks, taking, written, self._asks_for_check)
             life.called_at = time.monotonic()
         return []
 
@@ -137,6 +153,16 @@ class RayPool:
     @property
     def is_done(self) -> bool:
         return self._tasks.exhausted and self._leases.is_done
+
+    def check(self) -> None:
+        """Begin the self-check at the end of the run on every worker, with the next call of ``exchange``."""
+        self._asks_for_check = True
+
+    @property
+    def is_checking(self) -> bool:
+        """True until every ready worker has ended its self-check."""
+        lives = [worker.life for worker in self._leases.workers.values()]
+        return self._asks_for_check and any(life.engine and not life.is_checked for life in lives)
 
     @property
     def load(self) -> Load:
@@ -219,7 +245,7 @@ class RayPool:
         for event in report.events:
             if isinstance(event, EngineHistory):
                 self._learn(worker, event)
-            elif isinstance(event, Found):
+            elif isinstance(event, Found | SelfChecked):
                 self._hear(event)
             else:
                 self._hear(event._replace(text=f"worker {worker.number}: {event.text}"))
@@ -228,7 +254,7 @@ class RayPool:
         if report.engine is not None and life.engine is None:
             life.engine, worker.up_since = report.engine, worker.up_since or time.monotonic()
             self._hear(Message(f"worker {worker.number} is ready{life.where}"))
-        life.load = report.load
+        life.load, life.is_checked = report.load, report.is_checked
         worker.capacity = 2 * report.load.window  # one half in flight, the other being rendered
         settled = [line.record.index for line in report.lines if isinstance(line, RecordLine)]
         paused = [line.index for line in report.lines if isinstance(line, PausedRow)]
@@ -300,12 +326,15 @@ class RayPool:
         assert isinstance(line, RecordLine)
         return line
 
-    def _give_up(self, worker: RayWorker, failure: JobError | EngineError) -> None:
+    def _give_up(self, worker: RayWorker, failure: BatchkitError) -> None:
         """Continue without this worker. Stop the run instead if the failure would occur on every worker, or no worker
         is left."""
         import ray
 
-        if isinstance(failure, JobError) and not any(one.life.engine for one in self._workers):
+        is_for_all = isinstance(failure, JobError) and not any(
+            one.life.engine for one in self._workers
+        )
+        if is_for_all or isinstance(failure, WrongAnswersError):
             self._broken = failure
             return
         self._leases.give_up(worker.number)

@@ -1,0 +1,368 @@
+"""The layer ``SelfCheck``: some requests are computed again alone, and the answers are compared.
+
+Engines compute requests in batches. A fault in a kernel, in the prefix cache or in an adapter may then change answers
+without any error. The layer draws some of the engine's answers, pauses twice (after the first few hundred answers, and
+at the end), and submits the drawn requests again, one at a time, with nothing else in flight. It neither changes the run's
+requests nor its records.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from random import Random
+from typing import Any
+
+from msgspec.structs import replace
+
+from batchkit.config.tables import JobConfig
+from batchkit.errors import WrongAnswersError
+from batchkit.execution.engine_layer import EngineLayer
+from batchkit.execution.events import Hear, Message, SelfChecked
+from batchkit.rendering.request_hash import is_determined
+from batchkit.runs.verdicts import Verdict, noise_between, of_numbers, of_texts, tie_of
+from batchkit.types import BROKEN_OFF, Completion, Request
+
+FIRST_ANSWERS = 300  # answers before the first check
+MOST_ROWS = 16  # default of ``self_check.rows``
+_SHARE = 0.01  # of the run's expected time, by default
+_LEAST_TOKENS = 16  # of a shortened answer
+_MEDIA_BYTES = 2**25  # a drawn request stays in memory with its media, so larger ones are not drawn
+_LOGPROBS = 10  # most likely tokens to ask for, to find the gap of a difference
+_NOISE = 4  # a gap of up to this many times the engine's noise is a near tie
+_SHOWN = 5
+
+
+def is_checked(job: JobConfig) -> bool:
+    """Return whether answers of ``job``'s engine are computed again.
+
+    By default, a server that the run did not start is not checked: others may use it at the same time, and each request
+    may cost money.
+    """
+    engine, rows = job.engine, job.self_check.rows
+    if rows == 0 or job.run.max_in_flight == 1 or engine.kind == "dry-run":
+        return False
+    return rows is not None or engine.kind != "openai-server" or engine.server is not None
+
+
+class SelfCheck(EngineLayer):
+    """The layer that compares answers with those of the same requests computed alone.
+
+    - ``job``: the job of this engine.
+    - ``dtype``: of the model's weights; None if the engine does not report it.
+    - ``hear``: receives the results.
+    - ``expected_s``: returns how many seconds the run is expected to take, without loading.
+
+    Raises (from ``poll``):
+        WrongAnswersError: more answers than ``self_check.max_different`` allows are different.
+    """
+
+    def __init__(
+        self,
+        below: EngineLayer,
+        job: JobConfig,
+        dtype: str | None,
+        hear: Hear,
+        expected_s: Callable[[], float],
+    ) -> None:
+        super().__init__(below)
+        self._job, self._dtype, self._hear, self._expected_s = job, dtype, hear, expected_s
+        self._began = time.monotonic()
+        self._drawn = Drawn(job)
+        self._noise: float | None = (
+            None  # difference between two computations of a request; None if not measured
+        )
+        self._pace = _Pace()
+        self._held = deque[Request]()  # submitted during a pause
+        self._due = deque[Completion]()  # answers to compute again in this pause
+        self._asked: _Alone | None = None  # in flight, alone
+        self._n_begun, self._began_pause, self._budget_s, self._spent_s = 0, 0.0, 0.0, 0.0
+        self._compared: list[tuple[Completion, Verdict]] = []
+        self._n_told = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """True during a pause, in which no other request may be submitted."""
+        return bool(self._due) or self._asked is not None
+
+    @property
+    def room(self) -> int:
+        return 0 if self.is_busy else self.below.room
+
+    def submit(self, request: Request) -> None:
+        if self.is_busy:
+            self._held.append(request)
+        else:
+            self.below.submit(request)
+
+    def resubmit(self) -> None:
+        self.below.resubmit()
+        if self._due and self._asked is None and self.below.unanswered == 0:
+            self._ask()
+        while self._held and not self.is_busy:
+            self.below.submit(self._held.popleft())
+
+    def poll(self, timeout_s: float) -> Sequence[Completion]:
+        done = self.below.poll(timeout_s)
+        if self._asked is not None:
+            for completion in done:
+                self._judge(self._asked, completion)
+            return []
+        for completion in done:
+            self._pace.note(completion)
+            self._drawn.offer(completion)
+        if not self.is_busy and self._n_begun == 0 and self._drawn.n_offered >= FIRST_ANSWERS:
+            self._begin(is_end=False)
+        return done
+
+    @property
+    def unanswered(self) -> int:
+        return self.below.unanswered + len(self._held)
+
+    def finish(self) -> None:
+        """Begin the check at the end of the run, once all requests have come back."""
+        self._begin(is_end=True)
+
+    def _begin(self, *, is_end: bool) -> None:
+        """Draw answers and begin a pause, if they can be checked in the time that is left for it."""
+        rows = self._job.self_check.rows
+        most = MOST_ROWS if rows is None else rows
+        n_rows = most - len(self._compared) if is_end else (most + 1) // 2
+        budget_s, drain_s = float("inf"), 0.0
+        if rows is None:
+            elapsed_s = time.monotonic() - self._began
+            of_run_s = elapsed_s if is_end else max(elapsed_s, self._expected_s()) / 2
+            drain_s = 0.0 if is_end else self._pace.slowest_s
+            budget_s = _SHARE * of_run_s - self._spent_s
+            n_rows = min(n_rows, self._pace.rows_within(budget_s - drain_s))
+        if n_rows <= 0:
+            return
+        self._n_begun += 1
+        self._began_pause, self._budget_s = time.monotonic(), budget_s
+        self._pace.set_limit((budget_s - drain_s) / n_rows)
+        self._due.extend(self._drawn.take(n_rows))
+        if self._due:
+            self._hear(Message(f"self-check: computing {len(self._due)} rows again, each alone"))
+
+    def _ask(self) -> None:
+        """Submit the next drawn request, or end the pause if its time is used up."""
+        if self._compared and time.monotonic() - self._began_pause > self._budget_s:
+            self._due.clear()
+            self._conclude()
+            return
+        self._asked = _Alone(self._due.popleft(), self._job, self._pace.most_tokens)
+        self.below.submit(self._asked.request)
+
+    def _judge(self, asked: _Alone, completion: Completion) -> None:
+        """Compare an answer that was computed alone with the one of the batch. A request that fails alone is left
+        out."""
+        if completion.error is None:
+            asked.answers.append(completion)
+            if (again := self._again(asked)) is not None:
+                self.below.submit(again)
+                return
+        self._asked = None
+        if asked.answers:
+            tie = max(tie_of(self._dtype), _NOISE * (self._noise or 0.0))
+            self._compared.append((asked.batched, asked.verdict(tie, self._dtype)))
+        if not self._due:
+            self._conclude()
+
+    def _again(self, asked: _Alone) -> Request | None:
+        """Return the request to submit once more because its text differs; None if enough is known.
+
+        The log-probabilities of the second answer show whether two tokens are about equally likely. (To ask for them
+        always would cost time: vLLM compiles a function for the first such request.) At the first difference, the request
+        is computed a third time, to measure how much two computations of the same request differ.
+        """
+        if not asked.differs:
+            return None
+        if len(asked.answers) == 1:
+            return asked.with_logprobs
+        if self._noise is None:
+            if len(asked.answers) == 2:
+                return asked.with_logprobs
+            self._noise = noise_between(*(answer.choices[0] for answer in asked.answers[1:]))
+        return None
+
+    def _conclude(self) -> None:
+        self._spent_s += time.monotonic() - self._began_pause
+        new, self._n_told = self._compared[self._n_told :], len(self._compared)
+        self._hear(SelfChecked([_finding(completion, verdict) for completion, verdict in new]))
+        different = [one for one in self._compared if one[1].kind == "different"]
+        if len(different) > self._job.self_check.max_different * len(self._compared):
+            raise WrongAnswersError(self._message(different))
+
+    def _message(self, different: Sequence[tuple[Completion, Verdict]]) -> str:
+        allowed, folder = self._job.self_check.max_different, self._job.folder
+        rows = "\n".join(f"  {_in_words(*one)}" for one in different[:_SHOWN])
+        return (
+            f"{len(different)} of {len(self._compared)} rows have another answer if they are computed alone"
+            f" (self_check.max_different = {allowed:g}):\n{rows}\n"
+            f"The engine computes batches wrongly. `batchkit compare --self {folder}` tries settings on these rows, one"
+            " after another: enforce_eager = true, enable_prefix_caching = false and other values of attention_backend in"
+            " [engine.options], and the environment variable VLLM_BATCH_INVARIANT=1. All finished rows are on disk, but"
+            " their answers may be wrong. To continue nevertheless: --set self_check.rows=0"
+        )
+
+
+class Drawn:
+    """Answers drawn at random, with ``run.seed``, from all those of an engine. Among them are the longest and the shortest
+    prompt, rows of each adapter, rows with media, and rows that were preempted."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self._generates, self._random = job.generates, Random(job.run.seed)
+        self._most = job.self_check.rows or MOST_ROWS
+        self._kinds: dict[str, list[tuple[float, int, Completion]]] = {}  # heaps, by kind
+        self._numbers = count()
+        self._taken = set[int]()
+        self.n_offered = 0
+
+    def offer(self, completion: Completion) -> None:
+        """Take an answer into account."""
+        self.n_offered += 1
+        request = completion.request
+        if not self._can_be_repeated(completion):
+            return
+        drawn, number = self._random.random(), next(self._numbers)
+        length = completion.usage.prompt_tokens if completion.usage else 0
+        self._keep("longest", length, number, completion)
+        self._keep("shortest", -length, number, completion)
+        if request.lora is not None:
+            self._keep(f"adapter {request.lora}", drawn, number, completion)
+        if request.media_bytes:
+            self._keep("media", drawn, number, completion)
+        self._keep("any", drawn, number, completion, self._most)
+
+    def take(self, n: int) -> list[Completion]:
+        """Return up to ``n`` answers that were not returned before: one of each kind, then others."""
+        special = [heap for kind, heap in self._kinds.items() if kind != "any"]
+        found = dict[int, Completion]()
+        for heap in [*special, self._kinds.get("any", [])]:
+            for _, number, completion in sorted(heap, reverse=True):
+                if len(found) < n and number not in self._taken:
+                    found[number] = completion
+        self._taken.update(found)
+        return [*found.values()]
+
+    def _can_be_repeated(self, completion: Completion) -> bool:
+        request, choices = completion.request, completion.choices
+        broken = any(choice.finish_reason in BROKEN_OFF for choice in choices)
+        return (
+            completion.error is None
+            and not broken
+            and request.media_bytes <= _MEDIA_BYTES
+            and is_determined(request, generates=self._generates)
+        )
+
+    def _keep(
+        self, kind: str, priority: float, number: int, completion: Completion, most: int = 1
+    ) -> None:
+        heap = self._kinds.setdefault(kind, [])
+        entry = (priority, number, completion)
+        if len(heap) < most:
+            heapq.heappush(heap, entry)
+        elif entry[:2] > heap[0][:2]:
+            heapq.heapreplace(heap, entry)
+
+
+class _Alone:
+    """A request that is computed alone.
+
+    - ``batched``: the answer in the batch.
+    - ``most_tokens``: limit for the answer alone. A longer answer is compared only at its beginning.
+    - ``answers`` (attribute): the answers alone.
+    """
+
+    def __init__(self, batched: Completion, job: JobConfig, most_tokens: float) -> None:
+        self.batched, self._job = batched, job
+        self.is_beginning = job.generates and _can_be_shortened(batched, most_tokens)
+        self.answers = list[Completion]()
+        sampling = dict(batched.request.sampling)
+        if job.engine.kind == "vllm":
+            sampling["skip_reading_prefix_cache"] = True  # the cache may hold the fault
+        if self.is_beginning:
+            sampling["max_tokens"] = int(most_tokens)
+            sampling["min_tokens"] = min(sampling.get("min_tokens") or 0, int(most_tokens))
+        self.request = replace(batched.request, sampling=sampling, alone=True)
+
+    @property
+    def with_logprobs(self) -> Request:
+        most = self._job.engine.options.get("max_logprobs", _LOGPROBS)
+        logprobs = max(0, min(_LOGPROBS, most))
+        return replace(self.request, sampling={**self.request.sampling, "logprobs": logprobs})
+
+    @property
+    def differs(self) -> bool:
+        """True if the newest answer has another text than the one of the batch."""
+        return bool(self.batched.choices) and self.verdict(0.0, None).kind != "equal"
+
+    def verdict(self, tie: float, dtype: str | None) -> Verdict:
+        """Compare the newest answer with the one of the batch. ``tie`` and ``dtype`` as in ``runs/verdicts.py``."""
+        batched, alone = self.batched, self.answers[-1]
+        if batched.pooled is not None and alone.pooled is not None:
+            return of_numbers(batched.pooled, alone.pooled, dtype)
+        return of_texts(batched.choices[0], alone.choices[0], tie, is_beginning=self.is_beginning)
+
+
+class _Pace:
+    """The speed of an engine, which decides how many rows can be computed again, and how much of their answers.
+
+    ``slowest_s``: the longest time that a request took. ``most_tokens``: the limit of tokens for an answer alone.
+    """
+
+    def __init__(self) -> None:
+        self.slowest_s, self.most_tokens = 0.0, float("inf")
+        self._token_s = self._row_s = float(
+            "inf"
+        )  # of the fastest request; alone, none takes longer
+
+    def note(self, completion: Completion) -> None:
+        self.slowest_s = max(self.slowest_s, completion.latency_s)
+        if completion.error is not None or not completion.latency_s:
+            return
+        n_tokens = completion.usage.completion_tokens if completion.usage else 0
+        self._token_s = min(self._token_s, completion.latency_s / max(1, n_tokens))
+        self._row_s = min(self._row_s, completion.latency_s)
+
+    def rows_within(self, budget_s: float) -> int:
+        """Return how many rows can be computed alone within ``budget_s``, at least in their beginnings."""
+        least_s = min(self._row_s, _LEAST_TOKENS * self._token_s)
+        return 10**6 if least_s == 0 else int(max(0.0, budget_s) / least_s)
+
+    def set_limit(self, row_s: float) -> None:
+        """Limit answers to the tokens that are computed in ``row_s``."""
+        self.most_tokens = max(_LEAST_TOKENS, row_s / self._token_s)
+
+
+def _can_be_shortened(completion: Completion, most_tokens: float) -> bool:
+    """Return whether the answer has more than ``most_tokens``, and its beginning is the answer to a shorter request."""
+    if completion.usage is None or completion.usage.completion_tokens <= most_tokens:
+        return False
+    choices = completion.choices
+    return len(choices) == 1 and not (choices[0].reasoning or choices[0].tool_calls)
+
+
+def _finding(completion: Completion, verdict: Verdict) -> Mapping[str, Any]:
+    row, step = completion.request.row, completion.request.step
+    return {
+        "index": row.index,
+        "id": row.id,
+        **({"step": step} if step else {}),
+        **verdict.to_json(),
+    }
+
+
+def _in_words(completion: Completion, verdict: Verdict) -> str:
+    request = completion.request
+    where = f"row {request.row.index} (id {request.row.id})"
+    if request.call is not None:
+        where += f", {request.call.in_words}"
+    if verdict.token is None:
+        return where if verdict.gap is None else f"{where}: difference {verdict.gap:.2g}"
+    gap = "unknown" if verdict.gap is None else f"{verdict.gap:.3g}"
+    texts = f"{verdict.batched!r} in the batch, {verdict.alone!r} alone"
+    return f"{where}: token {verdict.token}: {texts}, gap {gap}"

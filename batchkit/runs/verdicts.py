@@ -1,0 +1,168 @@
+"""Verdicts about answers that were computed again: equal, a near tie, or different.
+
+Two computations of one request differ by rounding, since the order of additions depends on the batch. Greedy decoding then
+takes another token only where two tokens are about equally likely. How close they must be depends on the dtype: a
+relative error of ``eps`` per operation grows to some 32 × ``eps`` in the log-probabilities at the end of a model (measured
+on models of several sizes, see docs/self-check.md). In float32 the limit is 0.01 instead, because kernels may compute
+in TF32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import numpy as np
+
+from batchkit.runs.answers import PIECE, Token, tokens_of
+from batchkit.types import Choice, Pooled
+
+Kind = Literal["equal", "near_tie", "different"]
+# Machine epsilon, as ``torch.finfo`` has it.
+_EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+_GROWTH, _LEAST_TIE = 32, 0.01
+_LEAST_ERROR = 1e-3  # of vectors and probabilities, relative
+_SPECIAL = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|")  # tokens that end an answer, as engines show them
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The comparison of an answer with the same request computed alone.
+
+    - ``token``: number, from 0, of the first token that differs; None for vectors and numbers.
+    - ``gap``: how much likelier the alone computation found its own token, as a difference of log-probabilities; a lower
+      bound if the other token is not among the likeliest. For vectors, 1 − cosine; for probabilities and scores, the
+      largest difference. None if unknown.
+    - ``batched``, ``alone``: the answers from the first difference on.
+    """
+
+    kind: Kind
+    token: int | None = None
+    gap: float | None = None
+    batched: str = ""
+    alone: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+EQUAL = Verdict("equal")
+
+
+def tie_of(dtype: str | None) -> float:
+    """Return the largest gap of a near tie for weights of ``dtype``; None, for a server, counts as bfloat16."""
+    return max(_LEAST_TIE, _GROWTH * _EPS.get(dtype or "", _EPS["bfloat16"]))
+
+
+def of_texts(batched: Choice, alone: Choice, tie: float, *, is_beginning: bool) -> Verdict:
+    """Compare two texts.
+
+    - ``alone``: has ``logprobs`` if the engine gives them.
+    - ``is_beginning``: ``alone`` was ended early, and is compared with the beginning of ``batched``.
+    """
+    old, new = _words(batched), _words(alone)
+    if is_beginning:
+        new = new.rstrip(PIECE)  # the last character may be cut
+        if old.startswith(new):
+            return EQUAL
+    elif old == new:
+        return EQUAL
+    begins = _common_length(old, new)
+    shown = (old[begins : begins + 40], new[begins : begins + 40])
+    if alone.logprobs is None:
+        return Verdict("different", None, None, *shown)
+    tokens = tokens_of(alone.logprobs)
+    number = _token_at(tokens, new, begins)
+    if number == len(tokens):
+        return Verdict("different", number, None, *shown)
+    start = _starts(tokens, new)[number]
+    gap = _gap(tokens[number], old[max(0, start) :])
+    kind: Kind = "near_tie" if gap < tie else "different"
+    return Verdict(kind, number, gap, *shown)
+
+
+def of_numbers(batched: Pooled, alone: Pooled, dtype: str | None) -> Verdict:
+    """Compare two answers of a pooling model: the vectors by their cosine, probabilities and scores by their largest
+    difference."""
+    tolerance = max(_LEAST_ERROR, 8 * _EPS.get(dtype or "", _EPS["bfloat16"]))
+    if batched.vector is not None and alone.vector is not None:
+        old, new = (_vectors(its) for its in (batched, alone))
+        if old.shape != new.shape:
+            return Verdict("different")
+        norms = np.linalg.norm(old, axis=1) * np.linalg.norm(new, axis=1)
+        cosines = (old * new).sum(axis=1) / np.maximum(norms, np.finfo(float).tiny)
+        gap = float(np.max(1 - cosines, initial=0.0))
+        return Verdict("equal" if gap <= tolerance**2 / 2 else "different", gap=gap)
+    pairs = [(batched.probabilities, alone.probabilities), (batched.scores, alone.scores)]
+    gaps = [
+        abs(a - b) for old, new in pairs for a, b in zip(old or (), new or (), strict=True)
+    ]  # sigmoid and softmax: from 0 to 1
+    gap = max(gaps, default=0.0)
+    return Verdict("equal" if gap <= tolerance else "different", gap=gap)
+
+
+def noise_between(one: Choice, two: Choice) -> float:
+    """Return the largest difference of the log-probabilities of two computations of a text, up to the first token that
+    differs."""
+    found = 0.0
+    for a, b in zip(tokens_of(one.logprobs or ()), tokens_of(two.logprobs or ()), strict=False):
+        if a.text != b.text or a.logprob is None or b.logprob is None:
+            break
+        found = max(found, abs(a.logprob - b.logprob))
+    return found
+
+
+def _words(choice: Choice) -> str:
+    """Return the whole answer: the reasoning, the text, and the tool calls."""
+    calls = [str(call.get("function", call)) for call in choice.tool_calls or ()]
+    return "\n".join(filter(None, [choice.reasoning, choice.text, *calls]))
+
+
+def _vectors(pooled: Pooled) -> np.ndarray[Any, np.dtype[np.float64]]:
+    flat = np.frombuffer(pooled.vector or b"", dtype="<f4").astype(float)
+    return flat.reshape(pooled.tokens or 1, -1)
+
+
+def _common_length(a: str, b: str) -> int:
+    return next(
+        (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def _starts(tokens: Sequence[Token], text: str) -> list[int]:
+    """Return the position in ``text`` at which each token begins, and the end of the last one.
+
+    The tokens' texts may begin with a space that ``text`` lacks.
+    """
+    joined = "".join(token.text for token in tokens)
+    shift = max(0, joined.find(text[:16]))
+    return [at - shift for at in accumulate((len(token.text) for token in tokens), initial=0)]
+
+
+def _token_at(tokens: Sequence[Token], text: str, position: int) -> int:
+    """Return the number of the token with the character at ``position``; the number of tokens if there is none."""
+    ends = _starts(tokens, text)[1:]
+    return next((n for n, end in enumerate(ends) if end > position), len(tokens))
+
+
+def _gap(own: Token, rest: str) -> float:
+    """Return how much likelier ``own`` was than the token with which the text ``rest`` begins.
+
+    If no likely token fits, it is at least as much likelier as than the least likely one that the engine names.
+    """
+    if own.logprob is None or not own.top:
+        return float("inf")
+    fitting = [
+        logprob
+        for text, logprob in own.top.items()
+        if text != own.text
+        and (
+            (text and rest.startswith(text))
+            or PIECE in text
+            or (not rest and _SPECIAL.fullmatch(text))
+        )
+    ]
+    return max(0.0, own.logprob - max(fitting, default=min(own.top.values())))
