@@ -252,9 +252,11 @@ class Request(Struct, frozen=True):
     # msgspec does not support a union of two such types.
     clips: Sequence[Any] = []
     speech: Speech | None = None  # set if the sound is to be transcribed
-    alone: bool = (
-        False  # no other request may be in the engine meanwhile (``execution/self_check.py``)
-    )
+    # No other request may be in the engine meanwhile (``execution/self_check.py``).
+    alone: bool = False
+    # An answer to score: the engine writes none, and ``choices[0].logprobs`` of its completion has the tokens of this text.
+    # Only vLLM can do this.
+    scored: str | None = None
     # Equal for equal requests to the same engine (``rendering/request_hash.py``), unless a row with several generations
     # repeats a request (``execution/rollouts/open_row.py``). "" if the row was not rendered.
     request_hash: str = ""

@@ -514,14 +514,40 @@ def report(
 @click.option(
     "--output", type=FILE, metavar="FILE", help="Also write the comparison as a web page."
 )
+@click.option(
+    "--self",
+    "is_self",
+    is_flag=True,
+    help="Compare RUN with itself: compute some of its rows again, each alone. If answers differ, try settings of the"
+    " engine that may cure this.",
+)
+@options.TRUST
+@SET
 @printed
-def compare(runs: Texts, tie: float | None, output: Path | None) -> Result:
+def compare(
+    runs: Texts,
+    tie: float | None,
+    output: Path | None,
+    is_self: bool,
+    trust: bool,
+    overrides: Texts,
+) -> Result:
     """Compare runs of the same rows with the first one.
 
     Prints the differences of scores by group with a 95 % interval, the rows that became better or worse, the first
     token at which answers differ, and the rate, tokens and price of each run. RUN may be the folder of a job's variants,
-    which names all of them, or one run with input.cross, whose values are compared.
+    which names all of them, or one run with input.cross, whose values are compared. With --self, exits with 1 if an
+    answer differs.
     """
+    if is_self:
+        from batchkit.commands.self_check import check_again
+
+        if len(runs) != 1 or tie is not None or output is not None:
+            raise click.UsageError("--self takes one RUN, without --tie and --output")
+        file = options.job_file(runs[0])
+        return check_again(find(runs[0]), job_file=file, overrides=overrides, trust=trust, say=say)
+    if trust or overrides:
+        raise click.UsageError("--trust and --set need --self")
     from batchkit.commands.report import write_comparison
     from batchkit.runs.compare import TIE
     from batchkit.runs.compare import compare as compare_runs

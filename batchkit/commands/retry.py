@@ -98,7 +98,7 @@ def retry_failed(
         command="retry-failed",
     )
     end = planned(job)
-    job = _with_secrets(job, given, say)
+    job = with_secrets(job, given, say)
     summary = started(job, options, end, say, scored_as=begun).checked()
     recovered = sum(
         record["index"] in due.attempts and failure_kind(record) is None
@@ -165,7 +165,7 @@ def _check_answerable(job: JobConfig, begun: JobConfig, folder: Path) -> None:
         )
 
 
-def _with_secrets(job: JobConfig, given: JobConfig | None, say: Say) -> JobConfig:
+def with_secrets(job: JobConfig, given: JobConfig | None, say: Say) -> JobConfig:
     """Return ``job`` with all available secrets filled in, and without keys whose secrets are unavailable. ``say``
     reports these."""
     job = _with_secrets_of_job_file(job, given)

@@ -108,9 +108,7 @@ class Loop:
                 while not pool.is_done and self._turn(pool):
                     pass
                 if pool.is_done:
-                    pool.check()
-                    while pool.is_checking and self._turn(pool):
-                        pass
+                    self._check(pool)
         except Interrupted:  # a signal during an engine restart: no request is in flight
             pass
         finally:
@@ -119,6 +117,16 @@ class Loop:
             self._run.ledger.flush()
             self._note_workers(pool)
             self._screen.show(self._tasks, pool.load, force=True)
+
+    def _check(self, pool: WorkerPool) -> None:
+        """Make the self-check at the end of the run. A note says that it is due, until it has ended."""
+        pool.check()
+        if pool.is_checking:
+            self._run.starts.note(check_is_due=True)
+            self._run.save()
+            while pool.is_checking and self._turn(pool):
+                pass
+            self._run.starts.note(check_is_due=pool.is_checking)
 
     def _turn(self, pool: WorkerPool) -> bool:
         """Fill, poll and write once. Return False if the start must stop, and no request is in flight."""

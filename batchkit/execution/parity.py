@@ -7,7 +7,7 @@ But rounding may decide between two tokens that are about equally likely, and an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
 from pathlib import Path
@@ -40,9 +40,13 @@ def can_be_checked(start: Start, changes: Sequence[str]) -> bool:
     may_adjust = options.adjust_sampling is not None or options.begun_with is not None
     if may_adjust or not all(_CHECKED.fullmatch(change.partition(":")[0]) for change in changes):
         return False
+    return job.task == "generate" and is_greedy(job)
+
+
+def is_greedy(job: JobConfig) -> bool:
+    """Return whether the job decodes all its requests greedily, as far as the job file tells."""
     is_drawn = job.rollout is not None or any(job.retry.temperatures or ())
-    jobs = [its for _, its in job.of_each_step()]
-    return job.task == "generate" and not is_drawn and all(map(_is_greedy, jobs))
+    return not is_drawn and all(_is_greedy(its) for _, its in job.of_each_step())
 
 
 def _is_greedy(job: JobConfig) -> bool:
@@ -67,19 +71,14 @@ def check(
     Raises:
         ChangedError: an answer differs.
     """
-    job, then = start.job, _drawn(start.job)
-
-    def rows(skip: Callable[[int], bool]) -> Iterator[Row]:
-        found = source.everything(lambda index: index not in then or skip(index))
-        return islice(found, len(then))  # do not read the rest of the input
-
+    job, then = start.job, drawn(start.job, _ROWS)
     of_check = job.as_part(
         name="parity", output=job.output.model_copy(update={"dir": str(job.folder)})
     )
-    answer(of_check, source._replace(read=rows, size=lambda: len(then)))
+    answer(of_check, only(source, then))
     now = {record["index"]: record for record in read_newest(of_check.folder / RESULTS)}
     for index, record in then.items():
-        old, new = _text(record), _text(now[index])
+        old, new = text_of(record), text_of(now[index])
         if old != new:
             keys = ", ".join(changed)
             raise ChangedError(
@@ -91,19 +90,31 @@ def check(
     return len(then)
 
 
-def _drawn(job: JobConfig) -> dict[int, dict[str, Any]]:
-    """Return the records of a few answered rows by index, drawn at random with ``run.seed``.
+def drawn(job: JobConfig, n_rows: int) -> dict[int, dict[str, Any]]:
+    """Return the records of up to ``n_rows`` answered rows by index, drawn at random with ``run.seed``.
 
     Rows with longer answers are drawn more often, because each token can show a difference (weighted sampling without
     replacement: Efraimidis and Spirakis, 2006).
     """
     random = Random(job.run.seed)
     answered = (r for r in read_newest(Path(job.folder, RESULTS)) if failure_kind(r) is None)
-    drawn = nlargest(_ROWS, answered, key=lambda r: random.random() ** (1 / max(1, len(_text(r)))))
-    return {record["index"]: record for record in drawn}
+    found = nlargest(
+        n_rows, answered, key=lambda r: random.random() ** (1 / max(1, len(text_of(r))))
+    )
+    return {record["index"]: record for record in found}
 
 
-def _text(record: Mapping[str, Any]) -> str:
+def only(source: Input, indexes: Collection[int]) -> Input:
+    """Return ``source`` with only the rows that have these indexes."""
+
+    def rows(skip: Callable[[int], bool]) -> Iterator[Row]:
+        found = source.everything(lambda index: index not in indexes or skip(index))
+        return islice(found, len(indexes))  # do not read the rest of the input
+
+    return source._replace(read=rows, size=lambda: len(indexes))
+
+
+def text_of(record: Mapping[str, Any]) -> str:
     """Return the answers of all steps of the row, or why the row failed."""
     if (error := record.get("error")) is not None:
         return f"failed: {error['kind']}: {error['message']}"

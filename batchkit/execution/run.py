@@ -15,11 +15,14 @@ from batchkit.execution import parity
 from batchkit.execution.engine_pool import EnginePool, Pool
 from batchkit.execution.engine_turns import grouping_of
 from batchkit.execution.loop import Loop
+from batchkit.execution.parity import is_greedy
 from batchkit.execution.places import places_of
 from batchkit.execution.prometheus import exporting
+from batchkit.execution.recheck import check_result, recheck
 from batchkit.execution.resume import OpenRun, open_run
 from batchkit.execution.reuse import check_reuse
 from batchkit.execution.screen import Screen
+from batchkit.execution.self_check import MOST_ROWS, is_checked
 from batchkit.execution.start import Start, StartOptions
 from batchkit.execution.stop import Stop, StopRequest
 from batchkit.execution.summary import Outcome, RunSummary
@@ -129,6 +132,9 @@ def _outcome_of(
         if kept is None:  # load the engine once, for the check and for the run
             kept = held.enter_context(closing(EnginePool(run.folder / LOG)))
         _check_answers(start, source, run, screen, signals, kept)
+    previous = run.starts.history.starts[-2:-1]
+    if any(note.check_is_due for note in previous) and not tasks.some_are_left():
+        _check_again(start, source, run, screen, signals, kept)
     stop = Stop(start, run, signals, screen.say)
     outcome = Loop(start, run, tasks, stop, screen, kept).run()
     if rows is source:
@@ -158,6 +164,37 @@ def _check_answers(
         n_rows = parity.check(start, source, keys, answer)
     run.accept(start.job)
     screen.say(f"{n_rows} rows have the same answers as before; the run continues")
+
+
+def _check_again(
+    start: Start,
+    source: Input,
+    run: OpenRun,
+    screen: Screen,
+    signals: StopRequest,
+    kept: Pool | None,
+) -> None:
+    """Repeat the self-check at the end of the run, because the start that began it was killed.
+
+    Raises:
+        WrongAnswersError: the answers of too many rows differ.
+        Interrupted: a signal ended the check.
+    """
+    job = start.job
+    if not is_checked(job) or source.files is None or (job.generates and not is_greedy(job)):
+        return
+
+    def answer(of_check: JobConfig, rows: Input) -> None:
+        options = StartOptions(command="self-check", quiet=True, fresh=True)
+        tried(of_check, rows, options, kept=kept, stop=signals)
+
+    run.starts.note(check_is_due=True)
+    run.save()
+    with screen.waiting("an earlier start was killed during its self-check; computing rows again"):
+        checked = recheck(job, source, job.self_check.rows or MOST_ROWS, answer)
+    run.starts.note(self_check=checked, check_is_due=False)
+    screen.say(checked.in_words())
+    check_result(job, checked)
 
 
 def _sample_of(source: Input, job: JobConfig) -> str:

@@ -19,11 +19,19 @@ from typing import Any
 from msgspec.structs import replace
 
 from batchkit.config.tables import JobConfig
-from batchkit.errors import WrongAnswersError
+from batchkit.errors import EngineCrashError, RowOutOfMemoryError, WrongAnswersError
 from batchkit.execution.engine_layer import EngineLayer
 from batchkit.execution.events import Hear, Message, SelfChecked
 from batchkit.rendering.request_hash import is_determined
-from batchkit.runs.verdicts import Verdict, noise_between, of_numbers, of_texts, tie_of
+from batchkit.runs.answers import tokens_of
+from batchkit.runs.verdicts import (
+    Verdict,
+    noise_between,
+    of_drawn,
+    of_numbers,
+    of_texts,
+    tie_of,
+)
 from batchkit.types import BROKEN_OFF, Completion, Request
 
 FIRST_ANSWERS = 300  # answers before the first check
@@ -34,6 +42,11 @@ _MEDIA_BYTES = 2**25  # a drawn request stays in memory with its media, so large
 _LOGPROBS = 10  # most likely tokens to ask for, to find the gap of a difference
 _NOISE = 4  # a gap of up to this many times the engine's noise is a near tie
 _SHOWN = 5
+# Parameters with which an answer that was drawn at random can be scored: the others change what is drawn.
+_OF_DRAWING = {
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "extra_args", "n"),
+}
 
 
 def is_checked(job: JobConfig) -> bool:
@@ -157,13 +170,15 @@ class SelfCheck(EngineLayer):
         self.below.submit(self._asked.request)
 
     def _judge(self, asked: _Alone, completion: Completion) -> None:
-        """Compare an answer that was computed alone with the one of the batch. A request that fails alone is left
-        out."""
+        """Compare an answer that was computed alone with the one of the batch. A request that fails alone is left out; if
+        it kills the engine, the pause ends."""
         if completion.error is None:
             asked.answers.append(completion)
             if (again := self._again(asked)) is not None:
                 self.below.submit(again)
                 return
+        elif isinstance(completion.error, EngineCrashError | RowOutOfMemoryError):
+            self._due.clear()  # each further row might cost several restarts of the engine
         self._asked = None
         if asked.answers:
             tie = max(tie_of(self._dtype), _NOISE * (self._noise or 0.0))
@@ -215,6 +230,7 @@ class Drawn:
 
     def __init__(self, job: JobConfig) -> None:
         self._generates, self._random = job.generates, Random(job.run.seed)
+        self._is_vllm = job.engine.kind == "vllm"
         self._most = job.self_check.rows or MOST_ROWS
         self._kinds: dict[str, list[tuple[float, int, Completion]]] = {}  # heaps, by kind
         self._numbers = count()
@@ -248,6 +264,13 @@ class Drawn:
         self._taken.update(found)
         return [*found.values()]
 
+    def _can_be_scored(self, completion: Completion) -> bool:
+        """Return whether the tokens of an answer that was drawn at random can be judged by their probability alone."""
+        sampling, choices = completion.request.sampling, completion.choices
+        has_text = len(choices) > 0 and bool(choices[0].text) and not choices[0].reasoning
+        is_plain = all(not value or name in _OF_DRAWING for name, value in sampling.items())
+        return self._is_vllm and has_text and is_plain
+
     def _can_be_repeated(self, completion: Completion) -> bool:
         request, choices = completion.request, completion.choices
         broken = any(choice.finish_reason in BROKEN_OFF for choice in choices)
@@ -255,7 +278,9 @@ class Drawn:
             completion.error is None
             and not broken
             and request.media_bytes <= _MEDIA_BYTES
-            and is_determined(request, generates=self._generates)
+            and (
+                is_determined(request, generates=self._generates) or self._can_be_scored(completion)
+            )
         )
 
     def _keep(
@@ -279,7 +304,9 @@ class _Alone:
 
     def __init__(self, batched: Completion, job: JobConfig, most_tokens: float) -> None:
         self.batched, self._job = batched, job
-        self.is_beginning = job.generates and _can_be_shortened(batched, most_tokens)
+        self._is_drawn = not is_determined(batched.request, generates=job.generates)
+        can_be_shortened = job.generates and not self._is_drawn
+        self.is_beginning = can_be_shortened and _can_be_shortened(batched, most_tokens)
         self.answers = list[Completion]()
         sampling = dict(batched.request.sampling)
         if job.engine.kind == "vllm":
@@ -288,23 +315,35 @@ class _Alone:
             sampling["max_tokens"] = int(most_tokens)
             sampling["min_tokens"] = min(sampling.get("min_tokens") or 0, int(most_tokens))
         self.request = replace(batched.request, sampling=sampling, alone=True)
+        if self._is_drawn:
+            scoring = {"temperature": 0.0, "max_tokens": 1, "logprobs": self._most_logprobs}
+            text = batched.choices[0].text
+            self.request = replace(self.request, sampling=scoring, scored=text)
 
     @property
     def with_logprobs(self) -> Request:
-        most = self._job.engine.options.get("max_logprobs", _LOGPROBS)
-        logprobs = max(0, min(_LOGPROBS, most))
-        return replace(self.request, sampling={**self.request.sampling, "logprobs": logprobs})
+        sampling = {**self.request.sampling, "logprobs": self._most_logprobs}
+        return replace(self.request, sampling=sampling)
+
+    @property
+    def _most_logprobs(self) -> int:
+        most: int = self._job.engine.options.get("max_logprobs", _LOGPROBS)
+        return max(0, min(_LOGPROBS, most))
 
     @property
     def differs(self) -> bool:
         """True if the newest answer has another text than the one of the batch."""
-        return bool(self.batched.choices) and self.verdict(0.0, None).kind != "equal"
+        is_text = bool(self.batched.choices) and not self._is_drawn
+        return is_text and self.verdict(0.0, None).kind != "equal"
 
     def verdict(self, tie: float, dtype: str | None) -> Verdict:
         """Compare the newest answer with the one of the batch. ``tie`` and ``dtype`` as in ``runs/verdicts.py``."""
         batched, alone = self.batched, self.answers[-1]
         if batched.pooled is not None and alone.pooled is not None:
             return of_numbers(batched.pooled, alone.pooled, dtype)
+        if self._is_drawn:
+            tokens = tokens_of(alone.choices[0].logprobs or ())
+            return of_drawn(tokens, batched.request.sampling)
         return of_texts(batched.choices[0], alone.choices[0], tie, is_beginning=self.is_beginning)
 
 

@@ -10,12 +10,13 @@ in TF32.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchkit.runs.answers import PIECE, Token, tokens_of
 from batchkit.types import Choice, Pooled
@@ -25,6 +26,8 @@ Kind = Literal["equal", "near_tie", "different"]
 _EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _GROWTH, _LEAST_TIE = 32, 0.01
 _LEAST_ERROR = 1e-3  # of vectors and probabilities, relative
+_EVIDENCE = float(np.log(1e6))
+_VOCABULARY = 2**18  # more tokens than most vocabularies have
 _SPECIAL = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|")  # tokens that end an answer, as engines show them
 
 
@@ -79,7 +82,9 @@ def of_texts(batched: Choice, alone: Choice, tie: float, *, is_beginning: bool) 
     if number == len(tokens):
         return Verdict("different", number, None, *shown)
     start = _starts(tokens, new)[number]
-    gap = _gap(tokens[number], old[max(0, start) :])
+    rest = old[max(0, start) :]
+    ended = not rest and batched.finish_reason == "stop"
+    gap = _gap(tokens[number], lambda text: _begins_with(rest, text) or (ended and _ends(text)))
     kind: Kind = "near_tie" if gap < tie else "different"
     return Verdict(kind, number, gap, *shown)
 
@@ -102,6 +107,53 @@ def of_numbers(batched: Pooled, alone: Pooled, dtype: str | None) -> Verdict:
     ]  # sigmoid and softmax: from 0 to 1
     gap = max(gaps, default=0.0)
     return Verdict("equal" if gap <= tolerance else "different", gap=gap)
+
+
+def of_drawn(tokens: Sequence[Token], sampling: Mapping[str, Any]) -> Verdict:
+    """Judge an answer that was drawn at random, by the log-probabilities that its tokens have alone.
+
+    The answer is different if the model alone would hardly ever draw such tokens. Let q be the probability of a token at the
+    temperature. The mean of q^(-1/2) over all tokens, each with its probability, is the sum of q^(1/2) over all tokens. So
+    the product of q^(-1/2) / sum over an answer has mean 1, and exceeds a limit L with a probability of at most 1 / L
+    (Ville's inequality). L is 10^6. Tokens that the engine does not name count with an upper bound.
+
+    ``sampling``: the parameters of the request. ``gap``: the logarithm of the product.
+    """
+    temperature = float(sampling.get("temperature") or 1.0)
+    evidence = 0.0
+    for token in tokens:
+        if token.logprob is None or not token.top:
+            continue
+        logprobs = np.array([*token.top.values()])
+        tail = _tail(np.exp(logprobs), temperature)
+        total = np.exp(logprobs / temperature).sum() + tail
+        q = np.exp(logprobs / temperature) / total
+        mean = np.sqrt(q).sum() + np.sqrt(tail / total * _VOCABULARY)
+        drawn = token.logprob / temperature - np.log(total)
+        evidence += float(-0.5 * drawn - np.log(mean / _kept_share(q, sampling)))
+    kind: Kind = "different" if evidence > _EVIDENCE else "equal"
+    return Verdict(kind, None, max(0.0, evidence))
+
+
+def _tail(known: NDArray[np.float64], temperature: float) -> float:
+    """Return an upper bound for the sum of p^(1 / ``temperature``) over the tokens that the engine does not name.
+
+    ``known``: the probabilities p of the others.
+    """
+    left, power = max(0.0, 1.0 - float(known.sum())), 1.0 / temperature
+    if power < 1:  # largest if all are equally likely
+        return float(left**power * _VOCABULARY ** (1 - power))
+    return float(left * known.min() ** (power - 1))
+
+
+def _kept_share(q: NDArray[np.float64], sampling: Mapping[str, Any]) -> float:
+    """Return a lower bound for the share of the probability that ``top_p``, ``top_k`` and ``min_p`` leave."""
+    shares = [float(sampling.get("top_p") or 1.0)]
+    if (top_k := sampling.get("top_k") or 0) > 0:
+        shares.append(float(np.sort(q)[::-1][:top_k].sum()))
+    if min_p := sampling.get("min_p"):
+        shares.append(float(q[q >= min_p * q.max()].sum()))
+    return float(np.prod(shares))
 
 
 def noise_between(one: Choice, two: Choice) -> float:
@@ -148,21 +200,23 @@ def _token_at(tokens: Sequence[Token], text: str, position: int) -> int:
     return next((n for n, end in enumerate(ends) if end > position), len(tokens))
 
 
-def _gap(own: Token, rest: str) -> float:
-    """Return how much likelier ``own`` was than the token with which the text ``rest`` begins.
+def _begins_with(rest: str, token: str) -> bool:
+    """Return whether ``rest`` may begin with the text of a token, which may be a part of a character."""
+    return bool(token and rest.startswith(token)) or (PIECE in token and rest[:1] > "\x7f")
 
-    If no likely token fits, it is at least as much likelier as than the least likely one that the engine names.
+
+def _ends(token: str) -> bool:
+    return _SPECIAL.fullmatch(token) is not None
+
+
+def _gap(own: Token, fits: Callable[[str], bool]) -> float:
+    """Return the difference between the log-probabilities of ``own`` and of the likeliest other token that ``fits`` the
+    other answer.
+
+    If no likely token fits, the difference is at least the one to the least likely token that the engine names.
     """
     if own.logprob is None or not own.top:
         return float("inf")
-    fitting = [
-        logprob
-        for text, logprob in own.top.items()
-        if text != own.text
-        and (
-            (text and rest.startswith(text))
-            or PIECE in text
-            or (not rest and _SPECIAL.fullmatch(text))
-        )
-    ]
-    return max(0.0, own.logprob - max(fitting, default=min(own.top.values())))
+    fitting = [its for text, its in own.top.items() if text != own.text and fits(text)]
+    # A penalty or a grammar may have chosen a token that is not the likeliest.
+    return abs(own.logprob - max(fitting, default=min(own.top.values())))

@@ -129,6 +129,7 @@ class StartNote(_Part):
     engine_event_times: list[str] = []  # when each of ``engine_events`` happened
     workers: list[WorkerState] = []
     self_check: Checked = Checked()
+    check_is_due: bool = False  # True while the self-check at the end of the run is not finished
     seconds: float | None = None  # duration of the start with a loaded engine
     # Sum over all GPUs of the job, including loading. Up to the last checkpoint if the job has a price for GPUs,
     # otherwise up to the end of the start.

@@ -31,6 +31,7 @@ _MOST_COUNTED = (
 )  # characters; counting the tokens of a longer prompt takes seconds and much memory
 # Model types whose processors vLLM calls with truncation=True.
 _CUT_OFF = ("qwen2_audio", "whisper")
+_SCORED = "batchkit_scored"  # number of the prompt's last tokens that are a scored answer
 _DEAD_END = (
     "sampling.structured_outputs: the grammar allows no next token; correct each rule that never ends, such as"
     " `root ::= root`"
@@ -97,8 +98,18 @@ class VllmRenderer:
             if self._parsing is not None:
                 parser = self._parsing.parser_of(request, params, self._template_kwargs(request))
             prompt = self.prompt(request)
+            if request.scored is not None:
+                self._append(request.scored, prompt, params)
         check_length(request, len(prompt.get("prompt_token_ids") or ()), self._max_model_len)
         return Prepared(request, [EngineInput(prompt, params)], parser=parser)
+
+    def _append(self, answer: str, prompt: Any, params: Any) -> None:
+        """Append ``answer`` to the prompt, and ask for the log-probabilities of the prompt's tokens."""
+        tokens = self._renderer.get_tokenizer().encode(answer, add_special_tokens=False)
+        prompt["prompt_token_ids"] = [*prompt["prompt_token_ids"], *tokens]
+        params.prompt_logprobs, params.logprobs = params.logprobs, None
+        params.skip_reading_prefix_cache = True
+        params.extra_args = {**(params.extra_args or {}), _SCORED: len(tokens)}
 
     def forget(self, images: Iterable[str]) -> None:
         """Make the next request with one of these images (given by hash) send the image in full.
@@ -122,6 +133,10 @@ class VllmRenderer:
             Choice(c.text, c.finish_reason, _logprobs(c.logprobs, c.token_ids))
             for c in output.outputs
         ]
+        if (scored := prepared.request.scored) is not None:
+            n = prepared.inputs[0].params.extra_args[_SCORED]
+            logprobs = _logprobs(output.prompt_logprobs[-n:], output.prompt_token_ids[-n:])
+            choices = [Choice(scored, None, logprobs)]
         usage = Usage(
             len(output.prompt_token_ids or ()),
             sum(len(c.token_ids) for c in output.outputs),
