@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.adapters import write_adapter
+from tests.support.chat_server import serving
+from tests.support.forks import Fork
 from tests.support.model_runs import newest, run_job, write_job
-from tests.support.own_process import batchkit
+from tests.support.own_process import batchkit, begin
 from tests.support.pooling_models import build_embedding_model
 from tests.support.rows import read_jsonl
 from tests.support.small_vllm import TEXT_ONLY
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.vllm
 
@@ -76,3 +81,105 @@ def test_a_sound_engine_passes(tmp_path: Path, text_model: Path) -> None:
     assert "6 rows computed again alone: 6 equal" in done.stderr
     assert checks_of(tmp_path) == {"rows": 6, "equal": 6, "near_ties": 0, "different": 0}
     assert len(read_jsonl(tmp_path / "output/run/results.jsonl")) == 40  # none of them is recorded
+
+
+def test_a_row_with_the_adapter_of_another_stops_the_run(tmp_path: Path, text_model: Path) -> None:
+    adapter = write_adapter(tmp_path / "other", text_model)
+    rows = [{"q": f"Row {n}: what is it?", "adapter": "other" if n % 2 else ""} for n in range(40)]
+    prompt = {"user": "{{ q }}", "lora": "{{ adapter }}"}
+    engine = {"loras": {"other": str(adapter)}}
+    once = {"order": "input"}
+    checked_job(tmp_path, text_model, "adapter", rows=rows, prompt=prompt, engine=engine, run=once)
+    run_job(tmp_path, exit_code=1)
+    assert checks_of(tmp_path)["different"] > 0
+
+
+def test_compare_self_finds_the_rows_and_the_setting_that_cures_them(
+    tmp_path: Path, text_model: Path
+) -> None:
+    rows = [{"q": f"{LONG} Row {n}: what is it?"} for n in range(24)]
+    options = {"enable_prefix_caching": True, "block_size": 32}
+    checked_job(tmp_path, text_model, "prefix", rows=rows, options=options, self_check={"rows": 0})
+    run_job(tmp_path)
+    before = (tmp_path / "output/run/results.jsonl").read_bytes()
+    done = batchkit("compare", "--self", "job.toml", "--json", cwd=tmp_path, start=Fork)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["checked"]["different"] > 0
+    assert found["trials"][0]["different"] > 0  # with the run's own settings
+    assert found["cure"] == "engine.options.enable_prefix_caching = False"
+    assert (tmp_path / "output/run/results.jsonl").read_bytes() == before
+
+
+def test_a_check_that_is_killed_is_repeated_by_the_next_start(
+    tmp_path: Path, text_model: Path
+) -> None:
+    slow = {
+        "worker_cls": "tests.support.failing_worker.FailingWorker",
+        "additional_config": {"step_s": 0.1},
+    }
+    checked_job(tmp_path, text_model, options=slow)
+    starts, log = tmp_path / "output/run/starts.jsonl", tmp_path / "output/run/results.jsonl"
+    with begin("run", "job.toml", cwd=tmp_path, start=Fork) as process:
+        until(lambda: starts.exists() and b'"check_is_due":true' in starts.read_bytes())
+        process.send_signal(signal.SIGKILL)
+    before = log.read_bytes()
+    assert len(newest(tmp_path)) == 40
+    done = run_job(tmp_path)
+    assert "6 rows computed again alone: 6 equal" in done.stderr
+    assert checks_of(tmp_path)["equal"] == 6
+    assert log.read_bytes() == before
+    assert "computed again" not in run_job(tmp_path).stderr  # once is enough
+
+
+def test_transformers_and_its_batches_pass(tmp_path: Path, text_model: Path) -> None:
+    options = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
+    write_job(
+        tmp_path,
+        [{"q": "tea " * n} for n in range(1, 25)],
+        prompt={"user": "{{ q }}"},
+        engine={"kind": "transformers", "model": str(text_model), "options": options},
+        sampling=GREEDY,
+        self_check={"rows": 4},
+    )
+    assert "4 rows computed again alone: 4 equal" in run_job(tmp_path).stderr
+
+
+def test_a_server_that_mixes_answers_up_stops_the_run(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def before(text: str, body: dict[str, Any]) -> str | None:
+        """Answers as to the request before, if that is still in work."""
+        with server.lock:
+            others = [other for other in asked if other not in server.answered]
+            asked.append(text)
+        return f"asked: {others[-1]}" if others else None
+
+    with serving(before, latency_s=0.05) as server:
+        write_job(
+            tmp_path,
+            [{"q": f"row {n}"} for n in range(32)],
+            prompt={"user": "{{ q }}"},
+            engine={"kind": "openai-server", "model": "m", "base_url": server.url},
+            sampling={"temperature": 0},
+            self_check={"rows": 4},
+        )
+        server.names.append("m")
+        done = batchkit("run", "job.toml", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert checks_of(tmp_path)["different"] > 0
+
+
+def test_another_users_server_is_not_checked_by_default(tmp_path: Path) -> None:
+    with serving() as server:
+        server.names.append("m")
+        write_job(
+            tmp_path,
+            [{"q": f"row {n}"} for n in range(32)],
+            prompt={"user": "{{ q }}"},
+            engine={"kind": "openai-server", "model": "m", "base_url": server.url},
+            sampling={"temperature": 0},
+        )
+        assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
+        assert sum(server.answered.values()) == 32
+    assert checks_of(tmp_path)["rows"] == 0

@@ -19,6 +19,7 @@ class WrongWorker(CPUWorker):
         loaded = super().load_model(*args, **kwargs)
         self.fault = self.vllm_config.additional_config["fault"]
         self.found = set[int]()  # blocks of the KV cache
+        self.adapter: Any = None
         model = self.model_runner.model
         if self.fault == "token":
             model.compute_logits = _with_another_token(model.compute_logits)
@@ -34,12 +35,11 @@ class WrongWorker(CPUWorker):
                 for cache in self.model_runner.kv_caches:
                     cache[list(self.found)] = 0
             if self.fault == "adapter":
-                adapters = [
-                    request.lora_request for request in new if request.lora_request.lora_int_id > 1
-                ]
                 for request in new:
-                    if request.lora_request.lora_int_id == 1 and adapters:
-                        request.lora_request = adapters[0]
+                    if "zero-adapter-" in request.lora_request.lora_path:
+                        request.lora_request = self.adapter or request.lora_request
+                    else:
+                        self.adapter = request.lora_request
             if self.fault == "kv":
                 for cache in self.model_runner.kv_caches:
                     cache.copy_(cache.round())
