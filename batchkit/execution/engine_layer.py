@@ -3,7 +3,8 @@
 Each layer takes requests from above and passes them to the layer below; completions come back the same way. All layers
 have the interface of ``EngineLayer``, so another one can be put between two of them:
 
-``Retry`` → ``Deduplicate`` → layers of the job (``engine.layers``) → ``Windowed`` → ``SupervisedEngine`` → the engine
+``Retry`` → ``Deduplicate`` → layers of the job (``engine.layers``) → ``SelfCheck`` → ``Windowed`` → ``SupervisedEngine``
+→ the engine
 
 docs/plugins.md shows how a package adds a layer.
 """

@@ -54,9 +54,9 @@ class EngineNotes:
                     then, now = self._run.starts.history.found, self._found
                     self._run.starts.learn(found={**then, **{key: now[key] for key in found}})
                     self._run.save()
-            case SelfChecked(findings):
+            case SelfChecked(findings, seconds):
                 starts = self._run.starts
-                starts.note(self_check=starts.last.self_check.with_findings(findings))
+                starts.note(self_check=starts.last.self_check.with_findings(findings, seconds))
                 self._run.save()
             case EngineHistory():
                 self._remember(event)

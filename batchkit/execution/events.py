@@ -51,10 +51,15 @@ class Found(NamedTuple):
 
 
 class SelfChecked(NamedTuple):
-    """The results of a self-check: for each row computed again, its ``index`` and ``id``, and the fields of ``Verdict``
-    (``runs/verdicts.py``)."""
+    """The results of a self-check.
+
+    - ``findings``: for each row computed again, its ``index`` and ``id``, and the fields of ``Verdict``
+      (``runs/verdicts.py``).
+    - ``seconds``: duration of the pause.
+    """
 
     findings: Sequence[Mapping[str, Any]]
+    seconds: float
 
 
 class Load(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def recheck(job: JobConfig, source: Input, n_rows: int, answer: Answer) -> Check
         )
     then = {**_found_before(job.folder), **drawn(job, n_rows)}
     then = dict([*then.items()][:n_rows])
-    alone = _alone(job)
+    alone, began = _alone(job), time.monotonic()
     answer(alone, only(source, then))
     dtype = _dtype_of(alone.folder)
     compared = _Compared(job, alone.folder, dtype)
@@ -52,7 +53,8 @@ def recheck(job: JobConfig, source: Input, n_rows: int, answer: Answer) -> Check
             {"index": index, "id": record["id"], **compared.verdict(record, now[index]).to_json()}
             for index, record in then.items()
             if index in now and failure_kind(now[index]) is None
-        ]
+        ],
+        time.monotonic() - began,
     )
 
 

@@ -204,9 +204,10 @@ class SelfCheck(EngineLayer):
         return None
 
     def _conclude(self) -> None:
-        self._spent_s += time.monotonic() - self._began_pause
+        pause_s = time.monotonic() - self._began_pause
+        self._spent_s += pause_s
         new, self._n_told = self._compared[self._n_told :], len(self._compared)
-        self._hear(SelfChecked([_finding(completion, verdict) for completion, verdict in new]))
+        self._hear(SelfChecked([_finding(*one) for one in new], pause_s))
         different = [one for one in self._compared if one[1].kind == "different"]
         if len(different) > self._job.self_check.max_different * len(self._compared):
             raise WrongAnswersError(self._message(different))

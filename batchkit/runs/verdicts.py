@@ -1,10 +1,8 @@
 """Verdicts about answers that were computed again: equal, a near tie, or different.
 
 Two computations of one request differ by rounding, since the order of additions depends on the batch. Greedy decoding then
-takes another token only where two tokens are about equally likely. How close they must be depends on the dtype: a
-relative error of ``eps`` per operation grows to some 32 × ``eps`` in the log-probabilities at the end of a model (measured
-on models of several sizes, see docs/self-check.md). In float32 the limit is 0.01 instead, because kernels may compute
-in TF32.
+takes another token only where two tokens are about equally likely: their log-probabilities are closer than 32 times the
+machine epsilon of the dtype (docs/self-check.md). In float32 the limit is 0.01, because kernels may compute in TF32.
 """
 
 from __future__ import annotations

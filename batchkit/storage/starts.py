@@ -68,7 +68,8 @@ class WorkerState(_Part):
 
 
 class Checked(_Part):
-    """The rows that a start has computed again alone (``[self_check]``), and how their answers compare.
+    """The rows that a start has computed again alone (``[self_check]``), how their answers compare, and how many seconds
+    this took.
 
     ``differences``: the rows that are not equal, with the fields of ``Verdict`` (``runs/verdicts.py``); the first twenty.
     """
@@ -77,9 +78,10 @@ class Checked(_Part):
     equal: int = 0
     near_ties: int = 0
     different: int = 0
+    seconds: float = 0.0
     differences: list[dict[str, Any]] = []
 
-    def with_findings(self, findings: Sequence[Mapping[str, Any]]) -> Checked:
+    def with_findings(self, findings: Sequence[Mapping[str, Any]], seconds: float) -> Checked:
         """Return the counts after ``findings`` (``execution/events.py``) were added."""
         kinds = Counter(finding["kind"] for finding in findings)
         unequal = [dict(finding) for finding in findings if finding["kind"] != "equal"]
@@ -88,10 +90,11 @@ class Checked(_Part):
             equal=self.equal + kinds["equal"],
             near_ties=self.near_ties + kinds["near_tie"],
             different=self.different + kinds["different"],
+            seconds=round(self.seconds + seconds, 3),
             differences=[*self.differences, *unequal][:MOST_EVENTS],
         )
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         return self.model_dump(exclude={"differences"})
 
     def in_words(self) -> str:
@@ -101,7 +104,8 @@ class Checked(_Part):
         ties = f"{self.near_ties:,} near {'tie' if self.near_ties == 1 else 'ties'}"
         return (
             f"self-check: {self.rows:,} {'row' if self.rows == 1 else 'rows'} computed again alone:"
-            f" {self.equal:,} equal, {ties}, {self.different:,} different"
+            f" {self.equal:,} equal, {ties}, {self.different:,} different;"
+            f" {self.seconds:.1f} s"
         )
 
     def __add__(self, other: Checked) -> Checked:

@@ -46,8 +46,8 @@ def checked_job(folder: Path, model: Path, fault: str | None = None, **tables: A
     write_job(folder, rows, **job)
 
 
-def checks_of(folder: Path) -> dict[str, int]:
-    found: dict[str, int] = json.loads(batchkit("status", "--json", cwd=folder).stdout)["checked"]
+def checks_of(folder: Path) -> dict[str, float]:
+    found: dict[str, float] = json.loads(batchkit("status", "--json", cwd=folder).stdout)["checked"]
     return found
 
 
@@ -79,7 +79,8 @@ def test_a_sound_engine_passes(tmp_path: Path, text_model: Path) -> None:
     checked_job(tmp_path, text_model)
     done = run_job(tmp_path)
     assert "6 rows computed again alone: 6 equal" in done.stderr
-    assert checks_of(tmp_path) == {"rows": 6, "equal": 6, "near_ties": 0, "different": 0}
+    counts = {"rows": 6, "equal": 6, "near_ties": 0, "different": 0}
+    assert checks_of(tmp_path).items() >= counts.items()
     assert len(read_jsonl(tmp_path / "output/run/results.jsonl")) == 40  # none of them is recorded
 
 
