@@ -100,6 +100,5 @@ def view(run: str | None, no_browser: bool, **where: Any) -> None:
 
     serve(run, browser=not no_browser, ready=echo, **where)
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # a thread may wait for a row's template, in a child process that ends with this one
+    # A thread may wait for a row's template, in a child process that ends with this one.
+    os._exit(0)

@@ -140,9 +140,8 @@ def _problem_in(text: str, error: tomllib.TOMLDecodeError) -> str:
     """Describe a TOML error: its reason, a remedy if there is a known one, and the line at which the parser stopped."""
     reason, _, place = str(error).partition(" (at ")
     lines = text.rstrip().splitlines() or [""]
-    found = re.match(
-        r"line (\d+)", place
-    )  # no match: the parser stopped at the end of the document
+    # No match: the parser stopped at the end of the document.
+    found = re.match(r"line (\d+)", place)
     number = min(int(found[1]) if found else len(lines), len(lines))
     reason += next((fix for start, fix in _REMEDIES.items() if reason.startswith(start)), "")
     line = shortened(masked_text(lines[number - 1].strip()), 120)

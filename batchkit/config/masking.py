@@ -62,15 +62,10 @@ _SCHEME = r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,30})://?"  # one slash: Path() t
 _USER_INFO = re.compile(
     rf"{_SCHEME}([^/\s:@?#]*)(?::(?!:|\d{{1,5}}[^\w@])([^\s<>]{{0,2048}}))?@", re.IGNORECASE
 )
-_ONE_URL = re.compile(
-    _USER_INFO.pattern.replace(r"[^\s<>]", "."), re.IGNORECASE
-)  # the text is one URL
-_TOKEN_SCHEMES = (
-    "http",
-    "https",
-    "git+http",
-    "git+https",
-)  # elsewhere user info is a user or a container
+# The text is one URL.
+_ONE_URL = re.compile(_USER_INFO.pattern.replace(r"[^\s<>]", "."), re.IGNORECASE)
+# Elsewhere user info is a user or a container.
+_TOKEN_SCHEMES = ("http", "https", "git+http", "git+https")
 _PAIR = re.compile(r"((?:^|[?&;])([\w.%-]+)=)([^&;#\s\"'<>]*)")
 _JSON_PAIR = re.compile(r'("([\w.-]{1,64})"\s*:\s*")([^"]*)')
 _HEADER = re.compile(r"(([\w-]+):\s*+(?:(?:Bearer|Basic)\s++)?)(\S.*)")

@@ -39,11 +39,8 @@ _NAMES_FILE = re.compile(
     r"-m|-mm|-jf|--[\w-]*(?:model|lora|mmproj|template|tokenizer|grammar|schema|config|vector)[\w-]*"
 )
 
-_CONFIGS = (
-    "config.json",
-    "adapter_config.json",
-    "params.json",
-)  # mark the folder of a model or adapter
+# These mark the folder of a model or adapter.
+_CONFIGS = ("config.json", "adapter_config.json", "params.json")
 _BETWEEN = re.compile(r"""[=,:"'{}\[\]\s]+""")  # NAME=path, adapter.gguf:0.5, a.gguf,b.gguf, JSON
 _DECIDES = (".gguf", ".sh", ".py")
 

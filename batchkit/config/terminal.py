@@ -9,10 +9,8 @@ import re
 _ACTS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-MAX_LINE, MAX_MESSAGE = (
-    1_000,
-    20_000,
-)  # maximum characters of one line of a message, and of the whole message
+# Maximum characters of one line of a message, and of the whole message.
+MAX_LINE, MAX_MESSAGE = (1_000, 20_000)
 
 
 def bounded(message: str) -> str:

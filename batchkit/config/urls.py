@@ -9,12 +9,8 @@ from batchkit.config.masking import MASK, masked_text, without_user_info
 from batchkit.config.suggest import nearest
 from batchkit.errors import JobError
 
-_ELSEWHERE = (
-    "file",
-    "local",
-    "http",
-    "https",
-)  # not read through fsspec: local folders, and hosts of media.allow_urls
+# Not read through fsspec: local folders, and hosts of media.allow_urls.
+_ELSEWHERE = ("file", "local", "http", "https")
 CHECK_KEYS = "check the store's keys in the environment"
 _IN_EXTRA = ("gcsfs", "huggingface_hub", "s3fs")  # installed by the extra `remote`
 

@@ -57,9 +57,8 @@ class Outstanding:
 
     def _fault(self, key: tuple[Key, str], fault: str) -> EngineError:
         index = key[0] if isinstance(key[0], int) else key[0][0]
-        row = (
-            f"row {index} (id {key[1]})" if key[1] else f"row {index}"
-        )  # a child process has no ids
+        # A child process has no ids.
+        row = f"row {index} (id {key[1]})" if key[1] else f"row {index}"
         return EngineError(
             f"{self._plug_in}: {row} {fault}; correct the code of this plug-in: every request must come back once, and"
             f" {self._duty}"

@@ -45,7 +45,7 @@ class EngineNotes:
             case EngineMessage(text):
                 self._screen.say(text)
                 self._run.starts.add_event(text)
-                self._run.save()
+                self._run.starts.save()
             case Note(text):
                 self._screen.note(text)
             case Found(found):
@@ -53,14 +53,14 @@ class EngineNotes:
                 if self._is_runs_own:
                     then, now = self._run.starts.history.found, self._found
                     self._run.starts.learn(found={**then, **{key: now[key] for key in found}})
-                    self._run.save()
+                    self._run.starts.save()
             case SelfChecked(findings, seconds):
                 starts = self._run.starts
                 starts.note(self_check=starts.last.self_check.with_findings(findings, seconds))
-                self._run.save()
+                starts.save()
             case EngineHistory():
                 self._remember(event)
-                self._run.save()  # now, because the next start needs it even after a kill
+                self._run.starts.save()  # now, because the next start needs it even after a kill
 
     def known(self, names: Sequence[str]) -> dict[str, EngineHistory]:
         """Return the histories of the engines with these names from earlier starts, as far as they still apply.

@@ -62,7 +62,7 @@ class LoadedEngine(NamedTuple):
 
 
 class Pool(Protocol):
-    """A provider of loaded engines: ``EnginePool``, or a run's ``Share`` of engines that several runs use."""
+    """A provider of loaded engines: ``EnginePool``, or ``SharedEngines`` that several runs use."""
 
     @property
     def idle(self) -> Mapping[str, LoadedEngine]: ...

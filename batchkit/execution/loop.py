@@ -61,7 +61,7 @@ class Loop:
         self._seconds = 0.0
         self._retried = self._n_deduplicated = self._n_reused = 0
         self._next_sync = self._next_note = 0.0
-        self._began = self._generating_since = time.monotonic()
+        self._generating_since = time.monotonic()
 
     def run(self) -> Outcome:
         """Run all pending rows until each is settled or the start must stop. Return the outcome."""
@@ -123,7 +123,7 @@ class Loop:
         pool.check()
         if pool.is_checking:
             self._run.starts.note(check_is_due=True)
-            self._run.save()
+            self._run.starts.save()
             while pool.is_checking and self._turn(pool):
                 pass
             self._run.starts.note(check_is_due=pool.is_checking)
@@ -201,12 +201,12 @@ class Loop:
         if self._run.starts.history.total is None and (total := self._tasks.total()) is not None:
             self._run.starts.learn(total=self._tasks.input.source.sample_of or total)
         if (now := time.monotonic()) >= self._next_note:
-            self._next_note = now + _NOTE_SHARE * (now - self._began)
+            self._next_note = now + _NOTE_SHARE * (now - self._stop.request.began)
             self._note_workers(pool)
             self._tasks.save_lengths()
             if self._start.job.budget.price_per_gpu_hour is not None:
                 self._stop.note_gpus()
-        self._run.save()
+        self._run.starts.save()
 
     @contextmanager
     def _opened_pool(self, engines: Sequence[str]) -> Iterator[WorkerPool]:

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 Show = Callable[[Metrics], None]
-_OPERATIONS = {
-    "embed": "embeddings"
-}  # OpenTelemetry defines no operation for the other pooling tasks
+# OpenTelemetry defines no operation for the other pooling tasks.
+_OPERATIONS = {"embed": "embeddings"}
 
 
 class Family(NamedTuple):

@@ -83,17 +83,8 @@ class OpenRun(NamedTuple):
     def accept(self, job: JobConfig) -> None:
         """Note that the run continues with the ``unchecked`` options of ``job``."""
         self.starts.learn(checked={**self.starts.history.checked, **self.unchecked})
-        self.save()
-        write_job(self.folder, job)
-
-    def save(self) -> None:
-        """Append the new notes of ``starts`` to ``starts.jsonl``.
-
-        Raises:
-            LostLockError: another process may hold the folder now; nothing is written.
-            StoreError: the disk fails.
-        """
         self.starts.save()
+        write_job(self.folder, job)
 
 
 @contextmanager
@@ -142,7 +133,7 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
         ledger = _open_ledger(folder, lock, messages)
         reused = [*reusable(start.job, messages.append)]
         run = OpenRun(folder, ledger, manifest, starts, messages, changed, reused)
-        run.save()
+        starts.save()
         with _closing(run):
             yield run
 
@@ -242,7 +233,7 @@ def _close(run: OpenRun) -> None:
     try:
         run.ledger.close()
     finally:
-        run.save()
+        run.starts.save()
 
 
 def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[str]) -> bool:

@@ -49,16 +49,27 @@ class _RetryState:
 
 
 class Retry(EngineLayer):
-    """The layer that settles requests: each of its completions is final."""
+    """The layer that settles requests: each of its completions is final. A request that is retried waits here until its
+    backoff ends.
 
-    def __init__(self, below: EngineLayer, start: Start) -> None:
+    ``load`` does not count retries with a shorter prompt as retries.
+    """
+
+    def __init__(
+        self, below: EngineLayer, start: Start, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__(below)
-        self._start, self._attempts = start, Attempts(start)
+        self._start, self._retry, self._clock = start, start.job.retry, clock
+        self._waiting: list[tuple[float, int, Request]] = []  # a heap
+        # Decides between equal times, because requests can't be compared.
+        self._numbers = itertools.count()
+        self._rows: dict[Key, _RetryState] = {}
+        self._retried = 0
 
     def resubmit(self) -> None:
         self.below.resubmit()
-        while self.below.room > 0 and (request := self._attempts.pop_due()) is not None:
-            self.below.submit(request)
+        while self.below.room > 0 and self._waiting and self._waiting[0][0] <= self._clock():
+            self.below.submit(heapq.heappop(self._waiting)[2])
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         done = [self.settle(completion) for completion in self.below.poll(timeout_s)]
@@ -67,41 +78,7 @@ class Retry(EngineLayer):
     def settle(self, completion: Completion) -> Completion | None:
         """Select the choice of ``completion``, check that it is complete, and parse it. Return the completion that
         settles the request, or None if the request is retried."""
-        return self._attempts.settle(resolved(self._start, completion))
-
-    @property
-    def load(self) -> Load:
-        load = self.below.load
-        return load._replace(retried=load.retried + self._attempts.retried)
-
-
-class Attempts:
-    """The retries of one engine's requests. For each completion it decides whether the request is settled; if not, it keeps the
-    request until its retry is due. Not thread-safe.
-
-    ``retried``: number of retries so far. Retries with a shorter prompt are not counted.
-    """
-
-    def __init__(self, start: Start, clock: Callable[[], float] = time.monotonic) -> None:
-        self._start, self._retry, self._clock = start, start.job.retry, clock
-        self._waiting: list[tuple[float, int, Request]] = []  # a heap
-        # Decides between equal times, because requests can't be compared.
-        self._numbers = itertools.count()
-        self._rows: dict[Key, _RetryState] = {}
-        self.retried = 0
-
-    def __len__(self) -> int:
-        """Return the number of requests that wait to be submitted again."""
-        return len(self._waiting)
-
-    def pop_due(self) -> Request | None:
-        """Return the request whose backoff ended first; None if no backoff has ended."""
-        if not self._waiting or self._waiting[0][0] > self._clock():
-            return None
-        return heapq.heappop(self._waiting)[2]
-
-    def settle(self, completion: Completion) -> Completion | None:
-        """Return the completion that settles the request, or None if the request is retried."""
+        completion = resolved(self._start, completion)
         # The usual case: nothing was retried and nothing can be asked again.
         if completion.error is None and not (self._rows or self._retry.reask):
             return completion
@@ -117,6 +94,11 @@ class Attempts:
             row.spent.remove(settled.usage)
             row.spent += filter(None, [completion.usage])
         return replace(settled, earlier_usage=sum_of(row.spent)) if row.spent else settled
+
+    @property
+    def load(self) -> Load:
+        load = self.below.load
+        return load._replace(retried=load.retried + self._retried)
 
     def _retry_later(self, completion: Completion, row: _RetryState) -> bool:
         """Schedule another attempt at the request if the job allows it. Return True if an attempt is scheduled."""
@@ -156,7 +138,7 @@ class Attempts:
         return lacks_answer(self._start, completion)
 
     def _submit(self, request: Request, wait_s: float) -> None:
-        self.retried += 1
+        self._retried += 1
         self._wait(request, wait_s)
 
     def _wait(self, request: Request, wait_s: float) -> None:

@@ -189,7 +189,7 @@ def _check_again(
         tried(of_check, rows, options, kept=kept, stop=signals)
 
     run.starts.note(check_is_due=True)
-    run.save()
+    run.starts.save()
     with screen.waiting("an earlier start was killed during its self-check; computing rows again"):
         checked = recheck(job, source, job.self_check.rows or MOST_ROWS, answer)
     run.starts.note(self_check=checked, check_is_due=False)

@@ -21,9 +21,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 
 from batchkit.engines.base import Engine, EngineLoad
 from batchkit.engines.process.launcher import Launcher
@@ -51,26 +50,28 @@ class EngineClaim:
         return self.rows - self.answered
 
 
+@dataclass(frozen=True)
 class SharedEngines:
-    """The engines of several runs.
+    """The engines of several runs, as one of these runs sees them. It implements ``Pool``.
 
+    - ``pool``: starts the engines' processes.
     - ``on_death``: called once per dead engine, by a run's thread. It must stop the runs without waiting for requests
       in flight, which are lost.
     - ``environment``: variables of the engines' processes.
+    - ``claim``: the owner and the priority of the run (``of``).
     """
 
-    def __init__(
-        self, log: Path, on_death: Callable[[], None], environment: Mapping[str, str]
-    ) -> None:
-        self._kept, self._on_death = EnginePool(log), on_death
-        self._environment = environment
-        self._shared: dict[str, tuple[SharedEngine, LoadedEngine]] = {}
-        # Held while a model is loaded, so that other runs wait for the model.
-        self._lock = threading.Lock()
+    pool: EnginePool
+    on_death: Callable[[], None]
+    environment: Mapping[str, str]
+    claim: EngineClaim | None = None
+    _shared: dict[str, tuple[SharedEngine, LoadedEngine]] = field(default_factory=dict)
+    # Held while a model is loaded, so that other runs wait for the model.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def of(self, claim: EngineClaim) -> Share:
-        """Return the engines as one run sees them. ``claim``: the owner and the priority of this run."""
-        return Share(self, claim)
+    def of(self, claim: EngineClaim) -> SharedEngines:
+        """Return the same engines as the run with this ``claim`` sees them."""
+        return replace(self, claim=claim)
 
     @property
     def idle(self) -> Mapping[str, LoadedEngine]:
@@ -94,20 +95,15 @@ class SharedEngines:
 
     def cancel(self, name: str) -> None:
         """Kill the process that loads the engine ``name``."""
-        self._kept.cancel(name)
+        self.pool.cancel(name)
 
-    def _launcher(self, wanted: EngineSpec) -> Launcher:
-        environment = {**self._environment, **wanted.environment}
-        return self._kept.launcher(wanted._replace(environment=environment))
-
-    def get(
-        self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine], claim: EngineClaim
-    ) -> LoadedEngine:
-        """Return a seat for one run at the engine ``wanted``.
+    def get(self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine]) -> LoadedEngine:
+        """Return the run's seat at the engine ``wanted``.
 
         The engine is loaded if it is missing or dead. It is also loaded again if it differs from ``wanted`` and no run
         uses it.
         """
+        assert self.claim is not None
         with self._lock:
             shared, loaded = self._shared.pop(wanted.name, (None, None))
             if shared is not None and loaded is not None:
@@ -117,43 +113,23 @@ class SharedEngines:
                     shared = None
             if shared is None or loaded is None:
                 loaded = load(self._launcher(wanted))
-                shared = SharedEngine(loaded.engine, self._on_death)
+                shared = SharedEngine(loaded.engine, self.on_death)
             self._shared[wanted.name] = shared, loaded
-            return loaded._replace(engine=shared.seat(claim))
-
-    def close(self) -> None:
-        for shared, _ in self._shared.values():
-            shared.close()
-        self._kept.close()
-
-
-@dataclass(frozen=True)
-class Share:
-    """The shared engines as one run sees them. It implements ``Pool``."""
-
-    engines: SharedEngines
-    claim: EngineClaim
-
-    @property
-    def idle(self) -> Mapping[str, LoadedEngine]:
-        return self.engines.idle
-
-    def prepare(self, wanted: EngineSpec, kind: str) -> None:
-        self.engines.prepare(wanted, kind)
-
-    def evict(self, places: Sequence[Place]) -> None:
-        self.engines.evict(places)
-
-    def cancel(self, name: str) -> None:
-        self.engines.cancel(name)
-
-    def get(self, wanted: EngineSpec, load: Callable[[Launcher], LoadedEngine]) -> LoadedEngine:
-        return self.engines.get(wanted, load, self.claim)
+            return loaded._replace(engine=shared.seat(self.claim))
 
     def put(self, loaded: LoadedEngine, *, is_idle: bool) -> None:
         """Leave the seat at the end of the run; requests in flight are dropped."""
         assert isinstance(loaded.engine, Seat)
         loaded.engine.leave()
+
+    def close(self) -> None:
+        for shared, _ in self._shared.values():
+            shared.close()
+        self.pool.close()
+
+    def _launcher(self, wanted: EngineSpec) -> Launcher:
+        environment = {**self.environment, **wanted.environment}
+        return self.pool.launcher(wanted._replace(environment=environment))
 
 
 class SharedEngine:

@@ -91,7 +91,7 @@ class Tasks:
         else:
             # Without --skip-from, this start also runs the rows that an earlier start skipped.
             self._run.starts.learn(skipped_elsewhere=0)
-            self._run.save()
+            self._run.starts.save()
             rows = self._without_records()
         self._rows = self._first_failures.noting(rows)
         return next(self._ahead(), None)
@@ -135,7 +135,7 @@ class Tasks:
         while True:
             if turns.are_several:
                 starts.learn(turn=engines[0])
-                self._run.save()
+                starts.save()
             yield engines
             if not turns.n_paused:
                 break
@@ -352,9 +352,8 @@ class WatchedInput:
                 found = self.source.changes(True)
             except InputError as error:
                 raise BrokenInputError(str(error)) from error
-            changed |= {
-                path: how for path, how in found.items() if path in files
-            }  # ignores new files
+            # Ignores new files.
+            changed |= {path: how for path, how in found.items() if path in files}
         self._distrust(changed.keys())
         check_unchanged(changed)
 

@@ -25,9 +25,8 @@ from batchkit.execution.start import Start
 from batchkit.storage.ledger import RecordLine
 from batchkit.types import Completion, Record
 
-_SHARED_POLL_S = (
-    POLL_S / 4
-)  # for all engines together, since polling one delays the answers of the others
+# For all engines together, since polling one delays the answers of the others.
+_SHARED_POLL_S = POLL_S / 4
 _AT_ONCE = 8  # requests that one of several equal engines gets before the next one
 
 Returned = SettledLine | PausedRow

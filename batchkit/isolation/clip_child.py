@@ -39,13 +39,8 @@ _DEMUXERS = {
     re.compile(rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xfd]"): "mp3",
 }
 _READABLE = "MP4, MOV, MKV, WebM, AVI, WAV, MP3, M4A, FLAC, OGG, AIFF or another plain clip"
-_GUESSED = (
-    "aac",
-    "amr",
-    "mp3",
-    "mpeg",
-    "mpegts",
-)  # FFmpeg estimates their length from the bit rate
+# FFmpeg estimates their length from the bit rate.
+_GUESSED = ("aac", "amr", "mp3", "mpeg", "mpegts")
 _NICE = 10  # decoding ahead must not slow down the threads that feed the engine
 _SHORT_S, _SHORT_SHARE = 0.5, 0.05  # how much shorter than its header says a complete clip may be
 _SAMPLE_RATES = range(1000, 768_001)

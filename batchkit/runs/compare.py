@@ -26,11 +26,8 @@ from batchkit.storage.starts import current_manifest, read_history
 
 TIE = 0.01  # a smaller gap in log-probability is a tie; bfloat16 needs more, for example 0.25
 _SHOWN_DIFFERENCES = 12
-_NUMBERING = (
-    "input.format",
-    "input.records",
-    "input.cross",
-)  # keys that decide which rows a file has
+# Keys that decide which rows a file has.
+_NUMBERING = ("input.format", "input.records", "input.cross")
 
 
 def compare(folders: Sequence[Path], *, tie: float = TIE) -> Comparison:

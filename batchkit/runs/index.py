@@ -175,11 +175,8 @@ class Index:
 
     def _clear(self) -> None:
         # Only the first ``_n`` entries are set. The rest of the array is never touched, so it takes no physical memory.
-        self._buffer, self._n, self._end = (
-            np.empty(0, ENTRY),
-            0,
-            0,
-        )  # _end: end of the last indexed line
+        # ``_end``: end of the last indexed line.
+        self._buffer, self._n, self._end = (np.empty(0, ENTRY), 0, 0)
         self._scores: dict[str, array[float]] = {}  # by scorer; nan or past the end: not scored
         self._kinds: dict[str, int] = {"": 0}
         self._groups: dict[str, int] = {}

@@ -149,9 +149,8 @@ def upload_routes(settings: Settings, store: Store) -> APIRouter:
         more = size - sum(part["bytes"] for part in known.values())
         done = {**upload, "status": "completed", "file": file}
         with room_for(file["id"], more, owner, settings, store):
-            _pending(
-                store, upload_id, owner
-            )  # another request may have completed or cancelled the upload meanwhile
+            # Another request may have completed or cancelled the upload meanwhile.
+            _pending(store, upload_id, owner)
             store.change(upload_id, lambda doc: done, adding=(file,))
         remove_file(store, settings, *known)
         return done

@@ -67,9 +67,8 @@ class Guard:
             return ""
         kind, _, key = headers.get(b"authorization", "").partition(" ")
         if kind.lower() == "basic" and is_page(path):
-            key = _password(
-                key
-            )  # browsers send it also with forms of other sites, so only the pages accept this kind
+            # Browsers send it also with forms of other sites, so only the pages accept this kind.
+            key = _password(key)
         elif kind.lower() != "bearer":
             key = ""
         if not key:

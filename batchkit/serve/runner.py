@@ -17,6 +17,7 @@ from typing import NamedTuple
 from batchkit.commands import Say
 from batchkit.engines.process.launcher import LOG, log_of
 from batchkit.errors import BatchkitError, Interrupted, StoreError
+from batchkit.execution.engine_pool import EnginePool
 from batchkit.execution.run import start_run
 from batchkit.execution.shared_engines import EngineClaim, SharedEngines
 from batchkit.execution.start import StartOptions
@@ -56,17 +57,14 @@ class Runner:
         self._place, self._media_holders = place, media_holders
         self._order = Order()
         log = log_of(settings.folder / LOG, place.name)
-        self._engines = SharedEngines(log, self._on_death, place.environment)
-        self._lock = (
-            threading.Lock()
-        )  # guards the running batches and the threads that start and stop them
+        self._engines = SharedEngines(EnginePool(log), self._on_death, place.environment)
+        # Guards the running batches and the threads that start and stop them.
+        self._lock = threading.Lock()
         self._running: dict[str, Running] = {}
         self._alone: dict[str, float] = {}  # time until which each batch has to run alone
         self._rests_until: dict[str, float] = {}
-        self._looked_at, self._answered = (
-            time.monotonic(),
-            0,
-        )  # rows answered by the running batches
+        # Rows answered by the running batches.
+        self._looked_at, self._answered = (time.monotonic(), 0)
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(2 * MOST, thread_name_prefix="run")
 
@@ -208,9 +206,8 @@ class Runner:
         """Store how a batch's run stopped. A batch that was cancelled meanwhile keeps the state ``cancelling``."""
         now, name = wall_s(), batch["id"]
         if isinstance(error, StoreError):
-            self._rest(
-                batch, error
-            )  # for example a full disk: no data is lost, and there may be space later
+            # For example a full disk: no data is lost, and there may be space later.
+            self._rest(batch, error)
         elif error is not None:
             self._say(f"{name}: {error}")
             why = errors_of(problem("batch_failed", str(error)))

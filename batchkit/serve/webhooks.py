@@ -18,14 +18,8 @@ from batchkit.serve.store import Object, Store
 
 _SECRET = "BATCHKIT_WEBHOOK_SECRET"
 _LOOK_S = 0.5
-_WAITS_S = (
-    5,
-    30,
-    300,
-    1800,
-    7200,
-    18_000,
-)  # wait after each failure; after the last one the event is dropped
+# Wait after each failure; after the last one the event is dropped.
+_WAITS_S = (5, 30, 300, 1800, 7200, 18_000)
 _TIMEOUT_S = 10.0
 
 

@@ -187,9 +187,8 @@ def _copied(value: Any, levels: int = MAX_DEPTH) -> Any:
     if not levels:
         raise _TooDeepError
     if kind.__name__ == "ndarray" and value.ndim == 1 and value.dtype.kind not in "mM":
-        return _copied(
-            value.tolist(), levels
-        )  # kinds m and M are times, which would become numbers
+        # Kinds m and M are times, which would become numbers.
+        return _copied(value.tolist(), levels)
     if isinstance(value, dict):
         return {key: _copied(part, levels - 1) for key, part in value.items()}
     if isinstance(value, list):

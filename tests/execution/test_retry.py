@@ -19,7 +19,9 @@ from batchkit.errors import (
     RowTimeoutError,
     TemplateError,
 )
-from batchkit.execution.retry import Attempts, next_attempt, wait_s, with_temperature
+from batchkit.execution.engine_layer import EngineLayer
+from batchkit.execution.events import Load
+from batchkit.execution.retry import Retry, next_attempt, wait_s, with_temperature
 from batchkit.execution.start import Start
 from batchkit.types import Completion, Cut, Request, Row
 
@@ -150,43 +152,61 @@ class Clock:
         return self.now
 
 
-def waiting_for(clock: Clock, **retry: Any) -> Attempts:
-    return Attempts(Start.of(JobConfig(engine={"kind": "dry-run"}, retry=retry)), clock)
+class Below(EngineLayer):
+    """A layer that keeps the requests it gets."""
+
+    room, load = 99, Load()
+
+    def __init__(self) -> None:
+        self.got: list[int] = []
+
+    def submit(self, request: Request) -> None:
+        self.got.append(request.row.index)
+
+    def resubmit(self) -> None:
+        pass
 
 
-def fail(attempts: Attempts, n: int) -> None:
+def waiting_for(clock: Clock, **retry: Any) -> tuple[Retry, Below]:
+    below = Below()
+    return Retry(below, Start.of(JobConfig(engine={"kind": "dry-run"}, retry=retry)), clock), below
+
+
+def fail(layer: Retry, n: int) -> None:
     request = Request(Row(n, str(n), {}), None, "text", {}, "hash")
-    assert attempts.settle(Completion(request, error=RowTimeoutError("slow"))) is None
+    assert layer.settle(Completion(request, error=RowTimeoutError("slow"))) is None
 
 
-def due(attempts: Attempts) -> list[int]:
-    return [request.row.index for request in iter(attempts.pop_due, None)]
+def due(layer: Retry, below: Below) -> list[int]:
+    below.got = []
+    layer.resubmit()
+    return below.got
 
 
 def test_without_a_wait_the_first_in_is_the_first_out() -> None:
-    attempts = waiting_for(Clock())
-    assert due(attempts) == []
+    layer, below = waiting_for(Clock())
+    assert due(layer, below) == []
     for n in range(50):
-        fail(attempts, n)
-    assert len(attempts) == attempts.retried == 50
-    assert due(attempts) == list(range(50))
-    assert not attempts
+        fail(layer, n)
+    assert layer.load.retried == 50
+    assert due(layer, below) == list(range(50))
+    assert due(layer, below) == []
 
 
 def test_request_comes_when_it_is_due_and_the_earliest_first() -> None:
     clock = Clock()
-    attempts = waiting_for(clock, attempts=9, backoff_s=1.0)
+    layer, below = waiting_for(clock, attempts=9, backoff_s=1.0)
     for n in range(3):
-        fail(attempts, n)
+        fail(layer, n)
         clock.now += 0.25
-    assert due(attempts) == []
+    assert due(layer, below) == []
     clock.now = 101.25
-    assert due(attempts) == [0, 1]
-    fail(attempts, 0)
+    assert due(layer, below) == [0, 1]
+    fail(layer, 0)
     clock.now = 103.0
-    assert due(attempts) == [2], "one that waits longer holds up no other"
+    assert due(layer, below) == [2], "one that waits longer holds up no other"
     clock.now = 103.25
-    assert due(attempts) == [0]
+    assert due(layer, below) == [0]
 
 
 def test_each_wait_is_twice_the_last() -> None:

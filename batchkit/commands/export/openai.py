@@ -28,12 +28,8 @@ from batchkit.storage.score_store import read_scored
 from batchkit.storage.vectors import Vectors
 
 _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
-_CUT_OFF = (
-    "abort",
-    "error",
-    "max_tokens",
-    "repetition",
-)  # finish reasons of vLLM and other servers
+# Finish reasons of vLLM and other servers.
+_CUT_OFF = ("abort", "error", "max_tokens", "repetition")
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 
 

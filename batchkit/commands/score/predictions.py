@@ -36,10 +36,8 @@ PREDICTIONS = {
 """Functions that convert an entry in the form of another tool, and return any other entry unchanged."""
 _IDS = ("id", "Id", "custom_id", "query_id")
 _PREDICTIONS = ("prediction", "answer")
-_OF_OURS = (
-    "status",
-    "finish_reason",
-)  # an entry with ``text`` and one of these keys comes from an export of batchkit
+# An entry with ``text`` and one of these keys comes from an export of batchkit.
+_OF_OURS = ("status", "finish_reason")
 _TEXTS = ("text", "response", "Response", "output")
 _TABLES = ("csv", "parquet", "xlsx")
 

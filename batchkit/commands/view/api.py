@@ -54,9 +54,8 @@ class Api:
         self._runs = runs
         self._indexes: dict[Path, Index] = {}
         self._lock = Lock()  # guards the table of indexes against concurrent requests
-        self._tables = lru_cache(RUNS_KEPT)(
-            table_of_index
-        )  # computed from all rows, which takes time
+        # Computed from all rows, which takes time.
+        self._tables = lru_cache(RUNS_KEPT)(table_of_index)
         self._pairs = lru_cache(1)(pairs_of)
         self._means: dict[Path, Mean] = {}
 

@@ -62,12 +62,8 @@ def clip_of(kind: str, source: Any, reach: Reach) -> PlayableClip:
 MAX_PICTURES = 2_000
 MAX_TOTAL_BYTES = 15 * 2**20  # base64 adds a third
 MAX_PICTURE_BYTES = 20_000
-_QUALITIES = (
-    85,
-    70,
-    45,
-    25,
-)  # the first one that fits is used; if none fits, the image is made smaller
+# The first one that fits is used; if none fits, the image is made smaller.
+_QUALITIES = (85, 70, 45, 25)
 
 
 class MediaLimits(NamedTuple):

@@ -27,9 +27,8 @@ DEMO_MODELS = {DEMO_MODEL: "demo_model", f"{DEMO_MODEL}-speech": "demo_speech"}
 """The models that come with the package, and their folders in it."""
 _TEMPLATE = r"^\s*\{\{.*\}\}\s*$"
 Template = Annotated[str, Field(pattern=_TEMPLATE)]
-_VARIABLE = re.compile(
-    r"(?!hf_|gsk_|[a-z]+_\w{20})[A-Za-z_]\w*"
-)  # rejects common forms of API keys, such as hf_…
+# Rejects common forms of API keys, such as hf_…
+_VARIABLE = re.compile(r"(?!hf_|gsk_|[a-z]+_\w{20})[A-Za-z_]\w*")
 
 
 class ServerTable(Table):

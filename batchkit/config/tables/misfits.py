@@ -114,9 +114,8 @@ def _generation_keys(job: JobConfig) -> Iterator[tuple[str, bool]]:
 
 def _misfits_of_score(job: JobConfig) -> Iterator[str]:
     pair, prompt = job.pair, job.prompt
-    is_set = (
-        pair.is_set or not job.input.may_be_batch
-    )  # lines of a batch file bring their own texts
+    # Lines of a batch file bring their own texts.
+    is_set = pair.is_set or not job.input.may_be_batch
     if is_set and pair.query is None and not pair.query_images:
         yield 'pair.query: is missing: task = "score" compares it with pair.documents'
     if is_set and pair.documents is None and not pair.document_images:
@@ -300,9 +299,8 @@ def _misfits_of_engines(job: JobConfig) -> Iterator[str]:
         place, engine = f"engines.{name}" if name else "engine", job.with_engine(name).engine
         if job.budget.price_per_gpu_hour is not None and engine.base_url is not None:
             yield f"budget.price_per_gpu_hour: does not apply to the server of {place}; set budget.price_per_million_tokens"
-        may_be_named = (
-            not name and job.may_have_lines
-        )  # a line of a batch file may name an adapter as its model
+        # A line of a batch file may name an adapter as its model.
+        may_be_named = not name and job.may_have_lines
         for option in engine.options if engine.kind == "vllm" else ():
             here = called_here(option, "engine.options")
             if here is not None and not here.startswith("engine."):

@@ -18,16 +18,8 @@ from batchkit.config.tables.engine import SamplingTable
 from batchkit.config.tables.prompt import PromptTable
 from batchkit.config.tables.scoring import Reading, ScoringTable
 
-_CONSTANTS = (
-    "",
-    "0",
-    "1",
-    "no",
-    "yes",
-    "none",
-    "false",
-    "true",
-)  # fixed values that switch a step off or on
+# Fixed values that switch a step off or on.
+_CONSTANTS = ("", "0", "1", "no", "yes", "none", "false", "true")
 
 
 class StepTable(Reading):

@@ -83,9 +83,8 @@ class OpenAIServerEngine:
         self.max_num_seqs = self._options.max_num_seqs
         allow_connections(self.max_num_seqs)
         self.limits = {"max_num_seqs": self.max_num_seqs}
-        self._events: deque[str] = (
-            deque()
-        )  # filled by the event loop's thread, emptied by the caller's
+        # Filled by the event loop's thread, emptied by the caller's.
+        self._events: deque[str] = deque()
         self._own = _own_server(job, self._options, log)
         base_url = self._own.base_url if self._own else job.engine.base_url or ""
         self._remote = Remote(job, base_url, self._options, self._events.append)
@@ -101,9 +100,8 @@ class OpenAIServerEngine:
             Completion
         ] = []  # answered, but the server's model is still being checked
         self._closing = asyncio.Event()
-        self._loop = (
-            asyncio.SelectorEventLoop()
-        )  # Ray sets uvloop, which lacks RFC 8305 (happy eyeballs)
+        # Ray sets uvloop, which lacks RFC 8305 (happy eyeballs).
+        self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
         self._thread.start()
         try:
@@ -392,9 +390,8 @@ def _own_server(job: JobConfig, options: ServerOptions, log: Path | None) -> Own
     if table is None:
         return None
     if table.command is not None:
-        return OwnServer(
-            job, table.command, {"max_num_seqs": 1}, log=log
-        )  # batchkit can't reduce the memory use of a given command
+        # batchkit can't reduce the memory use of a given command.
+        return OwnServer(job, table.command, {"max_num_seqs": 1}, log=log)
     command = llama_server(
         job.engine.model,
         max_model_len=options.max_model_len or 0,  # options_of checked that it is set

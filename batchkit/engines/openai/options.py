@@ -15,10 +15,8 @@ from batchkit.errors import JobError, RequestError
 _NOT_EXTRA = {
     *("model", "messages", "prompt", "input", "stream", "stream_options"),
     *("query", "queries", "documents"),
-    *(
-        "embed_dtype",
-        "endianness",
-    ),  # these change the number format, so vectors would be decoded wrongly
+    # These change the number format, so vectors would be decoded wrongly.
+    *("embed_dtype", "endianness"),
 }
 # Parameters that llama.cpp's server silently ignores, with its own name for some of them. The entry
 # "structured_outputs" is not for JSON output, which is sent as response_format; llama.cpp's server supports that.

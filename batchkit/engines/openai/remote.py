@@ -69,9 +69,8 @@ class Remote:
         headers = {"User-Agent": "batchkit"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        may_be_far = (
-            job.engine.server is None
-        )  # a server started by the run is never behind a proxy
+        # A server started by the run is never behind a proxy.
+        may_be_far = job.engine.server is None
         self._connections = Connections(
             headers, trust_env=may_be_far, max_bytes=job.engine.max_answer_bytes
         )

@@ -51,9 +51,8 @@ BURST_S = 0.05  # maximum time an idle engine collects a burst of requests befor
 Inbox = queue.SimpleQueue[Submit | Abort | None]
 Outbox = queue.SimpleQueue[Turn | Died | None]
 
-_KEPT = Request(
-    Row(0, "", {}), None, None, {}, ""
-)  # sent back instead of the request, which the run has
+# Sent back instead of the request, which the run has.
+_KEPT = Request(Row(0, "", {}), None, None, {}, "")
 
 
 def prepare(kind: str) -> None:

@@ -71,8 +71,7 @@ class ProcessEngine:
         self._stall_timeout_s = job.run.stall_timeout_s
         self._launcher = launcher or Launcher(job.folder / LOG)
         self._ends_launcher = launcher is None
-        self._log = self._launcher.log
-        self._printed = EngineLog(self._log)
+        self._printed = EngineLog(self._launcher.log)
         self._refused: list[Completion] = []
         self._in_flight: dict[int, Request] = {}
         self._submitted = 0
@@ -170,10 +169,10 @@ class ProcessEngine:
             fault = self._fault_of_exit(gone.returncode)
             fault = replace(fault, kind="engine_crash", is_unexplained_kill=False)
             message = f"no process for the engine could be started ({fault})"
-            raise StartFailed(message, fault, {}, log=self._log) from gone
+            raise StartFailed(message, fault, {}, log=self._launcher.log) from gone
         except EngineError as error:
             fault = Fault("engine_crash", "start", str(error))
-            raise StartFailed(str(error), fault, {}, log=self._log) from error
+            raise StartFailed(str(error), fault, {}, log=self._launcher.log) from error
         # A child that hangs with the GIL held reads nothing, so sending needs a timeout, too.
         limit = struct.pack("ll", max(1, round(job.run.stall_timeout_s)), 0)
         with socket.socket(fileno=os.dup(child.connection.fileno())) as same:
@@ -189,7 +188,7 @@ class ProcessEngine:
             fault = self._exit_fault()
             doing = _doing(self._printed.printed())
             died = f"{job.engine.model}: the engine's process died while {doing} ({fault})"
-            raise StartFailed(died, fault, {}, log=self._log) from None
+            raise StartFailed(died, fault, {}, log=self._launcher.log) from None
         if isinstance(message, Ready):
             return message
         if isinstance(message, Refused):

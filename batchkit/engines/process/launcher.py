@@ -122,9 +122,8 @@ class EngineLog:
         with contextlib.suppress(OSError):  # the file was removed or the disk is full: less is kept
             with open_regular(self.path) as file:
                 file.seek(size - KEPT_BYTES)
-                kept = file.readall().partition(b"\n")[
-                    2
-                ]  # includes lines printed since size() was read
+                # Includes lines printed since size() was read.
+                kept = file.readall().partition(b"\n")[2]
                 size = file.tell()
             os.truncate(self.path, 0)
             cut = size - len(kept) - len(_NOTICE)  # all offsets move by this amount

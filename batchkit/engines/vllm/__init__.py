@@ -26,9 +26,8 @@ def preload() -> None:
     Also make vLLM log to a file, because a worker's error appears only in its log.
     """
     if os.environ.get("VLLM_LOGGING_LEVEL") == QUIET:
-        del os.environ[
-            "VLLM_LOGGING_LEVEL"
-        ]  # the run's own process set it to keep its terminal quiet
+        # The run's own process set it to keep its terminal quiet.
+        del os.environ["VLLM_LOGGING_LEVEL"]
     set_environment("INFO")
     import vllm.engine.arg_utils
     import vllm.entrypoints.llm

@@ -26,9 +26,8 @@ from batchkit.errors import MediaError, PromptTooLongError, RequestError, RowErr
 from batchkit.types import CLIPS, Audio, Choice, Completion, Request, Usage, VideoFile
 
 _TOO_LONG = ("input_tokens", "input_text")
-_MOST_COUNTED = (
-    2**22
-)  # characters; counting the tokens of a longer prompt takes seconds and much memory
+# In characters; counting the tokens of a longer prompt takes seconds and much memory.
+_MOST_COUNTED = 2**22
 # Model types whose processors vLLM calls with truncation=True.
 _CUT_OFF = ("qwen2_audio", "whisper")
 _SCORED = "batchkit_scored"  # number of the prompt's last tokens that are a scored answer

@@ -180,9 +180,8 @@ async def _connect(client: httpx.AsyncClient, hop: _Hop) -> httpx.Response:
             "GET",
             hop.url.copy_with(host=address),
             headers={"Host": hop.url.netloc.decode("ascii")},
-            extensions={
-                "sni_hostname": hop.url.raw_host.decode("ascii")
-            },  # the name in the certificate
+            # The name in the certificate.
+            extensions={"sni_hostname": hop.url.raw_host.decode("ascii")},
         )
         try:
             return await client.send(request, stream=True)

@@ -139,17 +139,8 @@ _CLONE_THREAD = 0x10000
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
 # TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
 _IOCTLS = (0x5401, 0x541B, 0x5421, 0x5450, 0x5451)
-_FCNTLS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    1030,
-)  # F_DUPFD … F_SETLKW, F_DUPFD_CLOEXEC; not F_SETOWN or leases
+# F_DUPFD … F_SETLKW, F_DUPFD_CLOEXEC; not F_SETOWN or leases.
+_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)
 
 _AUDIT_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
