@@ -64,7 +64,8 @@ class Suspects(Generic[T]):
         replayed, self._replaying = self._replaying, None
         if replayed is not None and len(in_flight) == 1:
             deaths = (*replayed.deaths, cause)
-            if replayed.is_quarantined or deaths.count(cause) >= self._proof:
+            proof = PROOF_AMONG_ACCIDENTS if self._among_accidents else PROOF
+            if replayed.is_quarantined or deaths.count(cause) >= proof:
                 self._without_quarantine = False
                 return in_flight[0]
             self._groups.append(SuspectGroup(in_flight, deaths))
@@ -99,7 +100,3 @@ class Suspects(Generic[T]):
         if self._without_quarantine:
             self._among_accidents, self._without_quarantine = True, False
         return ()
-
-    @property
-    def _proof(self) -> int:
-        return PROOF_AMONG_ACCIDENTS if self._among_accidents else PROOF

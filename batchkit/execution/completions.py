@@ -32,7 +32,10 @@ def resolved(start: Start, completion: Completion) -> Completion:
 
 
 def lacks_answer(start: Start, completion: Completion) -> bool:
-    """Return whether scoring finds no prediction in the answer; ``retry.reask`` may then ask again."""
+    """Return whether the answer is not valid JSON, or scoring finds no prediction in it; ``retry.reask`` may then ask
+    again."""
+    if completion.error is not None:
+        return isinstance(completion.error, InvalidOutputError)
     call, row = completion.request.call, completion.request.row
     scoring = start.scoring if call is None else start.step_scoring.get(call.step)
     if scoring is None:
@@ -90,6 +93,7 @@ def to_record(
     """
     request, error, choice = completion.request, completion.error, completion.choice
     kept = completion.choices if with_choices or choice is None else [choice]
+    transcript = completion.transcript
     return Record(
         **answer_of(completion, kept, of_failed=False),
         fields=_raw({name: request.row.fields.get(name) for name in keep}) if keep else _NO_FIELDS,
@@ -103,19 +107,14 @@ def to_record(
         prediction=UNSET if scored is None else scored.prediction,
         scores=None if scored is None else scored.scores,
         unscored=None if scored is None else scored.unscored,
-        **({} if error is not None else _of_transcript(completion)),
-        **({} if completion.pooled is None or error is not None else _of_pooled(completion)),
+        **({} if error is not None or transcript is None else structs.asdict(transcript)),
+        **({} if error is not None or completion.pooled is None else _of_pooled(completion)),
     )
 
 
 def _raw(value: Any) -> Raw:
     """Return a value for the record, encoded by orjson, because msgspec would write some Python values differently."""
     return Raw(encoded(value)[:-1])
-
-
-def _of_transcript(completion: Completion) -> dict[str, Any]:
-    found = completion.transcript
-    return {} if found is None else structs.asdict(found)
 
 
 def _of_pooled(completion: Completion) -> dict[str, Any]:

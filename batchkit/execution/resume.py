@@ -33,6 +33,7 @@ from batchkit.execution.reuse import reusable
 from batchkit.execution.start import Start
 from batchkit.rendering.templates.prompt import constant_files
 from batchkit.runs.verify import Compared
+from batchkit.sources import never
 from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, input_changes
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
@@ -327,33 +328,38 @@ def _apply_on_change(start: Start, source: Input, new: Manifest, messages: list[
         messages.append(f"changed since this run began: {'; '.join(changes)}")
     if on_change == "new":
         return True
+    messages.append(_requeued(folder, source, new, job_changes, is_answered=is_answered))
+    return False
+
+
+def _requeued(
+    folder: Path, source: Input, new: Manifest, job_changes: Sequence[str], *, is_answered: bool
+) -> str:
+    """Requeue the run in ``folder`` with the ``new`` job and input. Return a line for the log.
+
+    ``is_answered``: some rows have an answer.
+    """
+    history = read_history(folder)
+    manifest = history.added_to(read_manifest(folder))
     # Another filter or shard changes no answer: records of rows that are still in the input stay valid.
     holds = all(
         change.startswith(("input.where:", "input.shard:", "input.empty:", "input.cross:"))
         for change in job_changes
     )
     reuses = (folder / STEPS).exists() and all(map(_OF_REQUESTS.match, job_changes))
-    rows = source.everything(lambda index: False) if holds or reuses else iter(())
+    rows = source.everything(never) if holds or reuses else iter(())
     rows = _of_trusted_files(rows, manifest.input)
     check_log(folder)
     # Without kept records, facts of the models that answered them don't bind the run.
     then, now = manifest.identity, new.identity
     renewed = manifest.renewed(new, continued(then, now) if holds else now.with_secrets_of(then))
     # The rows that were skipped may have changed, too.
-    forgotten: dict[str, Any] = {
-        "found": {},
-        "checked": {},
-        "input": None,
-        "skipped_elsewhere": 0,
-    }
+    forgotten: dict[str, Any] = {"found": {}, "checked": {}, "input": None, "skipped_elsewhere": 0}
     if (folder / SCORES).exists():  # stored scores use the old indexes: score all rows again
         forgotten["scoring"] = None
     history = history.model_copy(update=forgotten)
     keeps = holds and is_answered
-    messages.append(
-        requeue(folder, rows, renewed, history, by_id=source.has_ids, keep_records=keeps)
-    )
-    return False
+    return requeue(folder, rows, renewed, history, by_id=source.has_ids, keep_records=keeps)
 
 
 def _of_trusted_files(rows: Iterator[Row], then: Sequence[FileFingerprint]) -> Iterator[Row]:

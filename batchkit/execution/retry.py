@@ -122,7 +122,7 @@ class Retry(EngineLayer):
         return True
 
     def _reask(self, completion: Completion, row: _RetryState) -> bool:
-        if row.asked >= self._retry.reask or not self._lacks_answer(completion):
+        if row.asked >= self._retry.reask or not lacks_answer(self._start, completion):
             return False
         again = completion.request if row.asked else with_note(completion.request)
         if again is None:
@@ -131,11 +131,6 @@ class Retry(EngineLayer):
         row.asked, row.tries = row.asked + 1, 0
         self._submit(next_sampling(again, self._retry), 0)
         return True
-
-    def _lacks_answer(self, completion: Completion) -> bool:
-        if completion.error is not None:
-            return isinstance(completion.error, InvalidOutputError)
-        return lacks_answer(self._start, completion)
 
     def _submit(self, request: Request, wait_s: float) -> None:
         self._retried += 1

@@ -22,7 +22,7 @@ from batchkit.execution.first_rows import (
 )
 from batchkit.execution.resume import OpenRun
 from batchkit.execution.start import Start
-from batchkit.rendering.answer_lengths import AnswerLengths, kinds_of
+from batchkit.rendering.answer_lengths import AnswerLengths
 from batchkit.rendering.global_order import (
     first_block,
     ordered_in_memory,
@@ -47,8 +47,6 @@ from batchkit.storage.manifest import read_manifest
 from batchkit.storage.newest_lines import NewestLog, read_newest
 from batchkit.types import Counted, Row, Task
 
-_LEARNED_FROM = 512  # the first rows all show how long answers are; later, each 16th
-_EACH_LEARNED = 16
 _LEAST_SAVED = 256  # lengths
 _COUNTED_WITHIN_S = 10.0
 
@@ -72,7 +70,6 @@ class Tasks:
         self.turns = Turns(start.job, say)
         self.lengths = AnswerLengths(lengths_in(run.folder))
         self._n_saved = self.lengths.n_rows
-        self._kinds = dict[int, Sequence[str]]()  # of rows in progress whose lengths are learned
         self._attempts = _still_due(run, start.options.attempts)
         totals = run.ledger.totals
         again = sum(map(totals.is_settled, self._attempts))
@@ -179,8 +176,7 @@ class Tasks:
         )
 
     def _task(self, row: Row, group: int) -> Task:
-        if row.index % _EACH_LEARNED == 0 or self.lengths.n_rows < _LEARNED_FROM:
-            self._kinds[row.index] = kinds_of(self._start.renderer.hint(row))
+        self.lengths.begin(row, self._start.renderer.hint)
         attempt = self._attempts.get(row.index, 0) + 1
         return Task(row, attempt, group, self.known(row.index))
 
@@ -196,9 +192,7 @@ class Tasks:
     def count(self, record: Counted) -> None:
         """Count a row whose record is about to be written."""
         self.settled += 1
-        kinds = self._kinds.pop(record.index, None)
-        if kinds is not None and record.status == "ok" and record.usage is not None:
-            self.lengths.learn(kinds, record.usage.completion_tokens)
+        self.lengths.end(record)
         self.failed += record.status == "failed"
         self._first_failures.note(record)
 

@@ -136,7 +136,10 @@ class Windowed(EngineLayer):
             self._n_in_flight -= len(done)
         elif timeout_s:
             time.sleep(timeout_s)  # all requests wait in layers above
-        self._adapt()
+        load = self._engine.load()
+        self._seen = load.with_counts_of(self._seen)
+        if change := self._window.adapt(load, self._n_in_flight, self._engine.max_num_seqs):
+            self._hear(Message(change))
         return done
 
     @property
@@ -161,9 +164,3 @@ class Windowed(EngineLayer):
 
     def close(self) -> None:
         """Do nothing: the engine outlives its layers."""
-
-    def _adapt(self) -> None:
-        load = self._engine.load()
-        self._seen = load.with_counts_of(self._seen)
-        if change := self._window.adapt(load, self._n_in_flight, self._engine.max_num_seqs):
-            self._hear(Message(change))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from zlib import crc32
 
-from batchkit.types import RowHint
+from batchkit.types import Counted, Row, RowHint
 
 _MOST_KINDS = 4096
 _PRIOR_ROWS = 4.0  # rows for which a more general kind counts
 _START = 64  # characters
+_LEARNED_FROM = 512  # the first rows all show how long answers are; later, each 16th
+_EACH_LEARNED = 16
 
 
 class AnswerLengths:
@@ -25,6 +27,7 @@ class AnswerLengths:
 
     def __init__(self, known: Mapping[str, tuple[float, float]] = MappingProxyType({})) -> None:
         self._kinds = dict(known)
+        self._begun = dict[int, Sequence[str]]()  # rows in progress whose lengths are learned
 
     @property
     def n_rows(self) -> float:
@@ -35,6 +38,17 @@ class AnswerLengths:
     def known(self) -> dict[str, tuple[float, float]]:
         """The number of rows and the sum of their lengths, by kind. Kinds with a single row are left out."""
         return {kind: found for kind, found in self._kinds.items() if found[0] > 1}
+
+    def begin(self, row: Row, hint: Callable[[Row], RowHint]) -> None:
+        """Note that ``row`` is in progress. Only one in some rows is learned from, after the first rows."""
+        if row.index % _EACH_LEARNED == 0 or self.n_rows < _LEARNED_FROM:
+            self._begun[row.index] = kinds_of(hint(row))
+
+    def end(self, record: Counted) -> None:
+        """Learn from the record of a row that has ended."""
+        kinds = self._begun.pop(record.index, None)
+        if kinds is not None and record.status == "ok" and record.usage is not None:
+            self.learn(kinds, record.usage.completion_tokens)
 
     def learn(self, kinds: Sequence[str], length: int) -> None:
         """Take the answer of a row of these ``kinds`` into account."""
