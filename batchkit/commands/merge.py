@@ -291,18 +291,14 @@ def _job_of_all_rows(job: JobConfig, parts: Sequence[_MergedRun]) -> JobConfig:
     limits = [part.job.input.limit for part in parts]
     known = [limit for limit in limits if limit is not None]
     limit = max(known) if len(known) == len(limits) else None
-    return job.model_copy(
-        update={"input": job.input.model_copy(update={"shard": None, "limit": limit})}
-    )
+    return job.with_keys(input={"shard": None, "limit": limit})
 
 
 def _write(into: Path, parts: Sequence[_MergedRun], there: IndexSet, merged: Merged) -> None:
     newest = max(parts, key=_last_start)
     load_job(newest.folder / JOB, [f"name={into.name}"])  # refuses an invalid name
-    update = {"dir": str(into.resolve().parent)}
-    job = _job_of_all_rows(newest.job, parts).model_copy(
-        update={"name": into.name, "output": newest.job.output.model_copy(update=update)}
-    )
+    job = _job_of_all_rows(newest.job, parts)
+    job = job.with_keys(name=into.name, output={"dir": str(into.resolve().parent)})
     runs = [part.folder for part in parts]
     with disk_errors(into), building(into) as folder:
         with closing(Ledger(folder)) as ledger:

@@ -36,7 +36,7 @@ def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job
     if rows.id is None and not rows.is_run and not rows.rows_are_files(path):
         first = next(read_rows(rows.model_copy(update={"shard": None})), None)
         if first is not None and "id" in first.fields:
-            return job.model_copy(update={"input": rows.model_copy(update={"id": "id"})})
+            return job.with_keys(input={"id": "id"})
     return job
 
 

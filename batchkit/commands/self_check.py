@@ -169,13 +169,12 @@ def _settings(job: JobConfig) -> Iterator[Setting]:
 
 def _trial(job: JobConfig, rows: Input, setting: Setting) -> Trial:
     n_rows = rows.size()
-    engine = job.engine.model_copy(update={"options": {**job.engine.options, **setting.options}})
     of_trial = job.as_part(
         name=f"{FOLDER}-trial",
-        engine=engine,
-        run=job.run.of_part().model_copy(update={"max_engine_restarts": 0}),
-        output=job.output.model_copy(update={"dir": str(job.folder)}),
-        self_check=job.self_check.model_copy(update={"rows": n_rows, "max_different": 1.0}),
+        engine={"options": {**job.engine.options, **setting.options}},
+        run={"max_engine_restarts": 0},
+        output={"dir": str(job.folder)},
+        self_check={"rows": n_rows, "max_different": 1.0},
     )
     try:
         with _environment(setting.environment):

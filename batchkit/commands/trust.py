@@ -98,9 +98,8 @@ def _with_optional(
     exports = (job if EXPORT in given else theirs).output.export
     if EXPORT in left_out:
         exports = [text for text in exports if not target_of(text).is_remote]
-    run = job.run.model_copy(update={"on_end": None if ON_END in left_out else on_end})
-    output = job.output.model_copy(update={"export": exports})
-    return job.model_copy(update={"run": run, "output": output})
+    on_end = None if ON_END in left_out else on_end
+    return job.with_keys(run={"on_end": on_end}, output={"export": exports})
 
 
 def _check_hosts(folder: Path, due: Sequence[Doing]) -> None:

@@ -184,7 +184,7 @@ def preview(job: JobConfig, rows: int) -> Iterator[str]:
     Raises:
         JobError: The job itself is invalid.
     """
-    in_order = job.model_copy(update={"run": job.run.model_copy(update={"render_threads": 1})})
+    in_order = job.with_keys(run={"render_threads": 1})
     for row, request, prompt, error in checked(in_order, islice(read_rows(job.input), rows)):
         head = f"--- row {row.index} (id {row.id})"
         if error is not None:

@@ -68,8 +68,7 @@ def load_variants(
         name = "_".join(part.name for part in parts)
         settings = {key: value for part in parts for key, value in part.settings.items()}
         job = _with_settings(table, path, overrides, given, Variant(name, settings))
-        output = job.output.model_copy(update={"dir": str(folder)})
-        renamed = job.model_copy(update={"name": name, "output": output})
+        renamed = job.with_keys(name=name, output={"dir": str(folder)})
         found.append(renamed.as_trial() if job.is_trial else renamed)
     names = [job.name for job in found]
     if twice := next((name for name in names if names.count(name) > 1), None):

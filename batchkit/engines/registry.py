@@ -66,7 +66,7 @@ def for_share_of_gpu(job: JobConfig, engines: int) -> JobConfig:
             f'workers.per_gpu: engine.kind = "{job.engine.kind}" can\'t share a GPU; remove workers.per_gpu'
         )
     options = found(job.engine.options, engines)
-    return job.model_copy(update={"engine": job.engine.model_copy(update={"options": options})})
+    return job.with_keys(engine={"options": options})
 
 
 def max_num_seqs_of(kind: str) -> int | None:

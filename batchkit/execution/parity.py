@@ -72,9 +72,7 @@ def check(
         ChangedError: an answer differs.
     """
     job, then = start.job, drawn(start.job, _ROWS)
-    of_check = job.as_part(
-        name="parity", output=job.output.model_copy(update={"dir": str(job.folder)})
-    )
+    of_check = job.as_part(name="parity", output={"dir": str(job.folder)})
     answer(of_check, only(source, then))
     now = {record["index"]: record for record in read_newest(of_check.folder / RESULTS)}
     for index, record in then.items():

@@ -173,8 +173,7 @@ class ProductionBatchProcessor:
         source: Input | None = None
         if rows is not None:
             source = from_python(rows, job.input)
-            named = job.input.model_copy(update={"id": source.id})
-            job = job.model_copy(update={"input": named})
+            job = job.with_keys(input={"id": source.id})
         for line in lines_of(doing for doing in doings(job) if doing.keys[0] != EXPORT):
             self._say(line)
         if job.output.export:
@@ -229,4 +228,4 @@ def in_python(message: str) -> str:
 def _named(job: JobConfig, name: str) -> JobConfig:
     """Return ``job`` with another name. Raises JobError if the name is invalid."""
     checked = parse_job({"name": name, "engine": {"kind": "dry-run"}}, "process(name=…)").name
-    return job.model_copy(update={"name": checked})
+    return job.with_keys(name=checked)

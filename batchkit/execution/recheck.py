@@ -82,16 +82,15 @@ def _found_before(folder: Path) -> dict[int, dict[str, Any]]:
 
 def _alone(job: JobConfig) -> JobConfig:
     """Return the job that answers rows of ``job`` one at a time."""
-    of_part = job.as_part(
-        name=FOLDER, output=job.output.model_copy(update={"dir": str(job.folder)})
-    )
-    changes: dict[str, Any] = {"run": of_part.run.model_copy(update={"max_in_flight": 1})}
+    changes: dict[str, Any] = {}
     if job.task == "generate" and (job.engine.kind != "openai-server" or job.engine.server):
         sampling = {**job.sampling.params(), "logprobs": _LOGPROBS}
         if job.engine.kind == "vllm":
             sampling["skip_reading_prefix_cache"] = True
         changes["sampling"] = SamplingTable(**sampling)
-    return of_part.model_copy(update=changes)
+    return job.as_part(
+        name=FOLDER, run={"max_in_flight": 1}, output={"dir": str(job.folder)}, **changes
+    )
 
 
 def _dtype_of(folder: Path) -> str | None:

@@ -83,8 +83,7 @@ class Start:
 
     def reusing(self, folders: Sequence[Path]) -> Start:
         """Return this start with only these ``folders`` in ``run.reuse``."""
-        run = self.job.run.model_copy(update={"reuse": [*map(str, folders)]})
-        return replace(self, job=self.job.model_copy(update={"run": run}))
+        return replace(self, job=self.job.with_keys(run={"reuse": [*map(str, folders)]}))
 
     def for_workers(self) -> Start:
         """Return the start in a form to pickle for workers on Ray. It contains the content of the prompts' files."""

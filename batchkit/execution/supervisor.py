@@ -299,11 +299,7 @@ class SupervisedEngine:
         while True:
             options = {**self._job.engine.options, **self.ladder.overrides}
             try:
-                engine = self._loaded(
-                    self._job.model_copy(
-                        update={"engine": self._job.engine.model_copy(update={"options": options})}
-                    )
-                )
+                engine = self._loaded(self._job.with_keys(engine={"options": options}))
             except StartFailed as error:
                 if not self._job.run.max_engine_restarts:
                     raise

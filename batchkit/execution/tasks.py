@@ -449,7 +449,6 @@ def shared_ids(job: JobConfig, source: Input) -> set[str]:
     them.
     """
     if job.input.where:  # not with rows from Python
-        table = job.input.model_copy(update={"where": {}})
-        source = from_job(job.model_copy(update={"input": table}))
+        source = from_job(job.with_keys(input={"where": {}}))
     ids = Counter(row.id for row in source.everything(never))
     return {each for each, n_rows in ids.items() if n_rows > 1}

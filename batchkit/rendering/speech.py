@@ -72,10 +72,9 @@ class SpeechRenderer:
         adjust_sampling: AdjustSampling | None = None,
         load: LoadMedia | None = None,
     ) -> None:
-        plain = {"user": "", "chat": False}
         self.job = job
         self._of_recordings = PromptRenderer(
-            job.model_copy(update={"prompt": job.prompt.model_copy(update=plain)}),
+            job.with_keys(prompt={"user": "", "chat": False}),
             adjust_sampling=adjust_sampling,
             load=load,
         )

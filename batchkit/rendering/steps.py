@@ -69,7 +69,7 @@ class StepsRenderer:
             step.model_copy(update={"prompt": self._by_name[step.name].job.prompt})
             for step in job.steps
         ]
-        self.job = job.model_copy(update={"steps": steps})
+        self.job = job.with_keys(steps=steps)
         if found := [*self._misread()]:
             raise JobError("\n".join(found))
         self.takes_long = any(renderer.takes_long for renderer in self._by_name.values())

@@ -56,12 +56,8 @@ class Reach(NamedTuple):
         is_open = _is_below(job.media.root, roots)
         media = {"allow_urls": [], "root": job.media.root if is_open else _CLOSED}
         time = {"row_timeout_s": min(ROW_S, job.run.row_timeout_s)}
-        update = {
-            "media": job.media.model_copy(update=media),
-            "run": job.run.model_copy(update=time),
-        }
         closed = "" if is_open else _refusal("media.root", job.media.root, roots)
-        return cls(job.model_copy(update=update), roots, closed)
+        return cls(job.with_keys(media=media, run=time), roots, closed)
 
     def check(self, key: str, path: str) -> None:
         """Raise InputError if ``path``, the value of ``key`` in the job, must not be opened."""

@@ -134,19 +134,13 @@ class Settings:
             JobError: This server does not offer the batch's model.
         """
         job = self.model_of(stored.doc).job
-        path, media = self.files / stored.doc["input_file_id"], job.media
-        if "root" not in media.model_fields_set:
-            media = media.model_copy(update={"root": str(self.media_of(stored.owner))})
-        source = InputTable(path=str(path), format="openai-batch")
-        output = job.output.model_copy(update={"dir": str(self.runs)})
-        run = job.run.model_copy(update={"metrics_port": None})  # several runs can't share the port
-        return job.model_copy(
-            update={
-                "name": stored.doc["id"],
-                "input": source,
-                "media": media,
-                "output": output,
-                "run": run,
-                "self_check": job.self_check.model_copy(update={"rows": self.self_check}),
-            }
+        path = self.files / stored.doc["input_file_id"]
+        has_root = "root" in job.media.model_fields_set
+        return job.with_keys(
+            name=stored.doc["id"],
+            input=InputTable(path=str(path), format="openai-batch"),
+            media={} if has_root else {"root": str(self.media_of(stored.owner))},
+            output={"dir": str(self.runs)},
+            run={"metrics_port": None},  # several runs can't share the port
+            self_check={"rows": self.self_check},
         )

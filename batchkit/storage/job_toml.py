@@ -48,12 +48,7 @@ def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
     path = folder / JOB
     job = load_job(path, overrides) if overrides else resolved_job(path)
     here = {"dir": str(folder.resolve().parent)}  # the folder may have been moved aside since
-    return job.model_copy(
-        update={
-            "name": folder.resolve().name,
-            "output": job.output.model_copy(update=here),
-        }
-    ).as_made_in("")
+    return job.with_keys(name=folder.resolve().name, output=here).as_made_in("")
 
 
 def without_masked(job: JobConfig) -> JobConfig:
@@ -69,7 +64,7 @@ def without_masked(job: JobConfig) -> JobConfig:
 
     engines = {name: plain(engine) for name, engine in job.engines.items()}
     names = masking.without_masked(job.vars, "vars")
-    return job.model_copy(update={"engine": plain(job.engine), "engines": engines, "vars": names})
+    return job.with_keys(engine=plain(job.engine), engines=engines, vars=names)
 
 
 def with_secrets_of(job: JobConfig, source: JobConfig) -> JobConfig:

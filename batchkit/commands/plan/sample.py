@@ -125,11 +125,8 @@ def _answered(
     job: JobConfig, source: Input, rows: Sequence[int], window: int, kept: EnginePool | None
 ) -> tuple[Wave, RunSummary]:
     workers = None if kept is not None else 1
-    of_wave = job.model_copy(
-        update={
-            "run": job.run.model_copy(update={"sample": None, "max_in_flight": window}),
-            "workers": job.workers.model_copy(update={"count": workers}),
-        }
+    of_wave = job.with_keys(
+        run={"sample": None, "max_in_flight": window}, workers={"count": workers}
     )
     log, steps = job.folder / RESULTS, job.folder / STEPS
     before, steps_before = (its.stat().st_size if its.exists() else 0 for its in (log, steps))

@@ -139,7 +139,7 @@ def rescored(
 
     write_scores(folder, lines(), before=before)
     lock.check()
-    write_job(folder, job_of_run(folder).model_copy(update={"scoring": job.scoring}))
+    write_job(folder, job_of_run(folder).with_keys(scoring=job.scoring))
     starts.learn(scoring=scoring_of(job), scored_from=made_from)
     starts.save()
     return table_of(folder, job)
@@ -252,7 +252,7 @@ def job_to_score(folder: Path, named: Path | None, overrides: Sequence[str]) -> 
     """
     if named is None:
         return job_of_run(folder, [o for o in overrides if o.startswith("scoring.")])
-    job = job_of_run(folder).model_copy(update={"scoring": load_job(named, overrides).scoring})
+    job = job_of_run(folder).with_keys(scoring=load_job(named, overrides).scoring)
     origin = f"{folder}, with the scoring of {named}"
     JobConfig.model_validate(job.model_dump(), context={"origin": origin})
     return job

@@ -131,8 +131,7 @@ class Trials:
         self.rows = self.total if rows is None else min(rows, self.total)
         self.signum: int | None = None
         self._folder, self._kept, self._stop = folder, kept, stop
-        table = job.input.model_copy(update={"limit": self.rows})
-        self._source = from_job(job.model_copy(update={"input": table}))
+        self._source = from_job(job.with_keys(input={"limit": self.rows}))
         self._hint = renderer_of(job).hint
         self._number = 0
 
@@ -202,16 +201,11 @@ class Trials:
 
 def _of_trial(job: JobConfig, folder: Path, rows: int) -> JobConfig:
     """Return the job for one trial. Its run stops when the engine dies, but continues when rows fail."""
-    of_part = job.as_part()
-    return of_part.model_copy(
-        update={
-            "input": job.input.model_copy(update={"limit": rows}),
-            "engine": job.engine.model_copy(update={"in_process": False}),
-            "run": of_part.run.model_copy(
-                update={"max_engine_restarts": 0, "check_rows": 0, "max_host_gb": None}
-            ),
-            "output": job.output.model_copy(update={"dir": str(folder)}),
-        }
+    return job.as_part(
+        input={"limit": rows},
+        engine={"in_process": False},
+        run={"max_engine_restarts": 0, "check_rows": 0, "max_host_gb": None},
+        output={"dir": str(folder)},
     )
 
 

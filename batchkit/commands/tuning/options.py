@@ -38,20 +38,10 @@ def with_options(job: JobConfig, options: Mapping[str, Any]) -> JobConfig:
         table, _, key = name.rpartition(".")
         if table:
             of_tables[table][key] = value
-    given, options = (
-        options,
-        job.engine.options | {n: value for n, value in options.items() if "." not in n},
-    )
+    of_engine = job.engine.options | {n: value for n, value in options.items() if "." not in n}
     if job.engine.kind == "transformers":
-        options["shrink_on_oom"] = False
-    return job.model_copy(
-        update={
-            "name": variant_name(given),
-            "engine": job.engine.model_copy(update={"options": options}),
-            "run": job.run.model_copy(update=of_tables["run"]),
-            "workers": job.workers.model_copy(update=of_tables["workers"]),
-        }
-    )
+        of_engine["shrink_on_oom"] = False
+    return job.with_keys(name=variant_name(options), engine={"options": of_engine}, **of_tables)
 
 
 def most_of(job: JobConfig, rows: int) -> tuple[int, str]:

@@ -381,7 +381,7 @@ def _share_that_differs(job: JobConfig, options: Options, say: Say) -> float:
     sampling = {name: value for name, value in job.sampling.params().items() if name not in _DRAWN}
     limit = min(_ROWS_COMPARED, job.input.limit or _ROWS_COMPARED)
     greedy = job.as_part(
-        input=job.input.model_copy(update={"limit": limit}),
+        input={"limit": limit},
         sampling=SamplingTable(**{**sampling, "temperature": 0.0}),
         output=OutputTable(dir=str(trials_folder(job, TUNE))),
         scoring=ScoringTable(),
@@ -389,7 +389,7 @@ def _share_that_differs(job: JobConfig, options: Options, say: Say) -> float:
     folders = []
     for name, chosen in (("answers-default", {}), ("answers-tuned", options)):
         say(f"comparing answers: {words(chosen)}")
-        each = with_options(greedy, chosen).model_copy(update={"name": name})
+        each = with_options(greedy, chosen).with_keys(name=name)
         tried(each, None, StartOptions(command="tune", quiet=True, fresh=True))
         folders.append(each.folder)
     found = compare(folders).answers["answers-tuned"]

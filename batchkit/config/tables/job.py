@@ -106,6 +106,13 @@ class JobConfig(Table):
         job._made_in = place
         return job
 
+    def with_keys(self, **changes: Any) -> JobConfig:
+        """Return a copy with other values, which are not checked. For a table, a dict has the keys to change in it."""
+        for name, value in changes.items():
+            if isinstance(value, dict) and isinstance(table := getattr(self, name), Table):
+                changes[name] = table.model_copy(update=value)
+        return self.model_copy(update=changes)
+
     @property
     def is_dry(self) -> bool:
         """True if any engine of the job is ``dry-run``."""
@@ -120,18 +127,19 @@ class JobConfig(Table):
     def as_trial(self) -> JobConfig:
         """Return a copy with ``.dry-run`` added to its name. Its run folder differs, so trial records never mix with
         real answers."""
-        return self.model_copy(update={"name": f"{self.name}{_TRIAL}"})
+        return self.with_keys(name=f"{self.name}{_TRIAL}")
 
     def as_part(self, **changes: Any) -> JobConfig:
-        """Return a copy for a part of this run that has its own engine, for example a trial. Budgets, the self-check and
-        the settings that ``RunTable.of_part`` leaves out belong to the whole run. ``changes``: further tables and
-        keys."""
-        of_part = {
-            "run": self.run.of_part(),
-            "budget": BudgetTable(),
-            "self_check": SelfCheckTable(rows=0),
-        }
-        return self.model_copy(update={**of_part, **changes})
+        """Return a copy for a part of this run that has its own engine, for example a trial. Budgets, the self-check, the
+        random sample, the command at the end, the metrics port and ``fail_on_error`` are left out, because they belong to
+        the whole run. All answers are computed. ``changes``: other values, as for ``with_keys``."""
+        of_whole = dict.fromkeys(("sample", "metrics_port", "on_end"))
+        part = self.with_keys(
+            run={**of_whole, "fail_on_error": False, "deduplicate": False, "reuse": []},
+            budget=BudgetTable(),
+            self_check=SelfCheckTable(rows=0),
+        )
+        return part.with_keys(**changes)
 
     @property
     def folder(self) -> Path:
@@ -200,24 +208,21 @@ class JobConfig(Table):
 
     def with_engine(self, name: str) -> JobConfig:
         """Return the job with ``engines[name]`` as its ``engine``; "" keeps ``engine``."""
-        return self.model_copy(update={"engine": self.engines[name]}) if name else self
+        return self.with_keys(engine=self.engines[name]) if name else self
 
     def of_step(self, step: StepTable) -> JobConfig:
         """Return ``step`` as a separate job: one generation per row, with the step's prompt, sampling, engine, parsing
         and scoring."""
         given = {name: getattr(step.sampling, name) for name in step.sampling.model_fields_set}
         kwargs = {**self.prompt.chat_template_kwargs, **step.prompt.chat_template_kwargs}
-        prompt = step.prompt.model_copy(update={"chat_template_kwargs": kwargs})
-        return self.model_copy(
-            update={
-                "steps": [],
-                "select": SelectTable(),
-                "prompt": prompt,
-                "sampling": self.sampling.model_copy(update=given),
-                "engine": self.with_engine(step.engine).engine,
-                "output": self.output.model_copy(update={"parse": step.parse}),
-                "scoring": step.scoring,
-            }
+        return self.with_keys(
+            steps=[],
+            select=SelectTable(),
+            prompt=step.prompt.model_copy(update={"chat_template_kwargs": kwargs}),
+            sampling=given,
+            engine=self.with_engine(step.engine).engine,
+            output={"parse": step.parse},
+            scoring=step.scoring,
         )
 
     def of_each_step(self) -> Iterator[tuple[str, JobConfig]]:
@@ -231,12 +236,8 @@ class JobConfig(Table):
 
     def of_shard(self, shard: Shard) -> JobConfig:
         """Return the job of one shard. Its run folder is ``<name>.shard-<number>-of-<of>``."""
-        return self.model_copy(
-            update={
-                "name": f"{self.name}.shard-{shard.number}-of-{shard.of}",
-                "input": self.input.model_copy(update={"shard": str(shard)}),
-            }
-        )
+        name = f"{self.name}.shard-{shard.number}-of-{shard.of}"
+        return self.with_keys(name=name, input={"shard": str(shard)})
 
     @model_validator(mode="before")
     @classmethod

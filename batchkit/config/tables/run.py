@@ -93,14 +93,6 @@ class RunTable(Table):
             words_of(command)
         return command
 
-    def of_part(self) -> RunTable:
-        """Return the settings for a part of this run that has its own engine, for example a trial. The random sample,
-        the command at the end, the metrics port and ``fail_on_error`` are left out, because they belong to the whole
-        run. All answers are computed."""
-        ours = dict.fromkeys(("sample", "metrics_port", "on_end"))
-        computes = {"deduplicate": False, "reuse": []}
-        return self.model_copy(update={"fail_on_error": False, **ours, **computes})
-
 
 class SelfCheckTable(Table):
     """Rows that are computed again alone, to find out whether the engine computes rows in a batch correctly

@@ -85,7 +85,7 @@ def with_function(job: JobConfig, function: Any) -> JobConfig:
         function=f"{_GIVEN}{source}:{name}",
         **({} if job.rollout is None else {"concurrency": job.rollout.concurrency}),
     )
-    job = job.model_copy(update={"rollout": table})
+    job = job.with_keys(rollout=table)
     if found := misfits(job):
         raise JobError("\n".join(found))
     return job

@@ -69,7 +69,7 @@ class PromptTemplates:
             "user_file": None,
             "tools": self.tools.inline,
         }
-        self.job = job.model_copy(update={"prompt": prompt.model_copy(update=texts_of_files)})
+        self.job = job.with_keys(prompt=texts_of_files)
         self.query = self._of_pair("query")
         self.documents = self._of_pair("documents", keeps_type=True)
         self.files = FileTemplates(job)
@@ -179,7 +179,7 @@ def names_in(job: JobConfig, prompt: PromptTable | None, templates: Iterable[str
     """Return the row's fields that ``prompt`` and ``templates`` use."""
     names = set[str]().union(*map(fields_read, templates))
     if prompt is not None:
-        made = PromptTemplates(job.model_copy(update={"prompt": prompt}))
+        made = PromptTemplates(job.with_keys(prompt=prompt))
         # A template for a text's path may use a field with the name of the text, so these templates are separate.
         texts = _names_of(made.files.texts.values())
         shown = (part for part in made.all if part not in made.files.texts.values())
