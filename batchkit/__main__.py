@@ -14,9 +14,8 @@ def main() -> None:
     try:
         import signal  # inside `try`, because it imports more modules
 
-        if (
-            signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        ):  # nohup makes the process ignore SIGINT
+        # nohup makes the process ignore SIGINT.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _on_sigint)
         from batchkit.cli import cli
         from batchkit.errors import Interrupted

@@ -105,11 +105,8 @@ def fault_in_schema(schema: Any) -> str | None:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except SchemaError as error:
         return f"{error.json_path}: {shortened(error.message, 200)}"
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-    ) as error:  # jsonschema resolves $schema as an address
+    except (AttributeError, TypeError, ValueError) as error:
+        # jsonschema resolves $schema as an address.
         return f"$.$schema: {error}"
     return None
 

@@ -259,9 +259,8 @@ def _leave_out_engine(table: Any, override: str) -> bool:
         table = table.get(part) if isinstance(table, dict) else None
     if not isinstance(table, dict) or table.get("kind") == "dry-run":
         return False
-    for name in ({*table} & {*EngineTable.model_fields}) - {
-        "model"
-    }:  # unknown keys stay, and are reported
+    # Unknown keys stay, and are reported.
+    for name in ({*table} & {*EngineTable.model_fields}) - {"model"}:
         del table[name]
     return True
 

@@ -30,9 +30,8 @@ def descriptor_of(path: str | Path, flags: int) -> int:
     Raises:
         OSError: ``os.open`` fails, or the path is a folder, pipe, socket or device. ``strerror`` gives the reason.
     """
-    with suppress(
-        FileNotFoundError
-    ):  # check before opening: opening a device can have side effects
+    # Check before opening: opening a device can have side effects.
+    with suppress(FileNotFoundError):
         _check(Path(path).stat(follow_symlinks=not flags & os.O_NOFOLLOW).st_mode, path)
     # O_NONBLOCK: the path may have been replaced since the check.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)

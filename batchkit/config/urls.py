@@ -45,9 +45,8 @@ def bare(url: str) -> str:
 def failure(error: Exception, url: str) -> str:
     """Return the reason for ``error`` of fsspec about ``url``, on one line; for a missing package, also the command that
     installs it; if the store refused access, also the advice to check its keys. The text contains no secrets."""
-    if (
-        error.__cause__ is not None and str(error) and str(error) in url
-    ):  # it only repeats the file name
+    # It only repeats the file name.
+    if error.__cause__ is not None and str(error) and str(error) in url:
         error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     text = " ".join(_QUERY.sub("?…", masked_text(str(error))).split()).rstrip(".")
     text = text or type(error).__name__

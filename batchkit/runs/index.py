@@ -147,9 +147,8 @@ class Index:
     def grow(self, budget_s: float) -> Snapshot:
         """Read new lines for about ``budget_s`` seconds or to the end of the log, and return the index."""
         deadline = time.monotonic() + budget_s
-        if self._growing.acquire(
-            timeout=2 * budget_s
-        ):  # another thread holds it for about ``budget_s``
+        # Another thread holds it for about ``budget_s``.
+        if self._growing.acquire(timeout=2 * budget_s):
             try:
                 self._grow(deadline)
             finally:

@@ -237,9 +237,8 @@ def find_run(target: str | None, overrides: Sequence[str] = ()) -> Path:
             raise StoreError(without_manifest(folder))
         shards = folder.parent.glob(f"{escape(folder.name)}.shard-*-of-*/{MANIFEST}")
         counts = {path.parent.name.rpartition("-of-")[2] for path in shards}
-        if counts := {
-            count for count in counts if count.isdecimal()
-        }:  # the names of earlier shards end with .1, .2, … after --fresh
+        # The names of earlier shards end with .1, .2, … after --fresh.
+        if counts := {count for count in counts if count.isdecimal()}:
             parts = " ".join(f"{folder}.shard-*-of-{count}" for count in sorted(counts, key=int))
             raise JobError(
                 f"{folder}: there is no run in this folder, but there are shards of the job. Give the folder of one"

@@ -111,9 +111,8 @@ class Lifecycle:
         batch = stored.doc
         try:
             now = self._store.get("batch", batch["id"])
-            if (
-                now is not None and now["status"] == batch["status"]
-            ):  # otherwise another thread has just processed it
+            # Otherwise another thread has just processed it.
+            if now is not None and now["status"] == batch["status"]:
                 do(stored)
         except Exception as error:
             self._wait_after(error, f"{batch['id']}: {batch['status']}: ")

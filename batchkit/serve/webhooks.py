@@ -76,9 +76,8 @@ class Webhooks:
         if not url.startswith(("http://", "https://")):
             raise JobError(f"--webhook: found {url!r}, expected an http:// or https:// address")
         self._url, self._store, self._say = url, store, say
-        self._failed: dict[
-            str, tuple[int, float]
-        ] = {}  # number of failures and time of the next attempt
+        # Number of failures and time of the next attempt.
+        self._failed: dict[str, tuple[int, float]] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="webhooks")
         self._thread.start()

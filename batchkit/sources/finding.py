@@ -64,9 +64,8 @@ def listing(table: InputTable) -> Listing:
         return _chosen(path, table, kind, found, is_in_folder)
     if is_in_folder:
         raise is_folder(path)
-    if (
-        found.folders and PurePath(path).suffix
-    ):  # Spark writes tables as folders; their rows would be missing
+    # Spark writes tables as folders; their rows would be missing.
+    if found.folders and PurePath(path).suffix:
         raise is_folder(found.folders[0])
     if not found.files:
         raise InputError(f"{path}: no file matches; check input.path{_neighbour(path)}")

@@ -145,9 +145,8 @@ def _remote(path: str) -> FileFingerprint:
         known_by = masked(name) if "http" in filesystem.protocol else name
         filesystem.invalidate_cache()  # cached listings may be out of date
         size, key = filesystem.size(name), str(filesystem.ukey(known_by))
-        if isinstance(
-            filesystem, AbstractArchiveFileSystem
-        ):  # the ukey of an archive names an open file
+        # The ukey of an archive names an open file.
+        if isinstance(filesystem, AbstractArchiveFileSystem):
             key = _content(filesystem, name)
         if "http" in filesystem.protocol:  # the ukey of http is only the URL
             info = filesystem.info(name)

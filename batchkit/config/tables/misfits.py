@@ -23,16 +23,7 @@ if TYPE_CHECKING:
 
 _NAME_OF_ENGINE = re.compile(r"[A-Za-z0-9_-]+")
 _OF_PROMPT = (
-    *(
-        "system",
-        "system_file",
-        "user",
-        "user_file",
-        "images",
-        "videos",
-        "audios",
-        "chat",
-    ),
+    *("system", "system_file", "user", "user_file", "images", "videos", "audios", "chat"),
     "chat_template_kwargs",
 )
 
@@ -150,9 +141,8 @@ def _misfits_of_steps(job: JobConfig) -> Iterator[str]:
     if job.steps and not any(step.answer for step in job.steps):
         yield "steps: all steps have answer = false, but one step must give the row's answer"
     used = {step.engine for step in job.steps} - {""}
-    if (
-        job.rollout is None and used <= job.engines.keys()
-    ):  # a rollout's function names its engines only at run time, so they can't be checked
+    # A rollout's function names its engines only at run time, so they can't be checked.
+    if job.rollout is None and used <= job.engines.keys():
         for name in job.engines.keys() - used:
             yield f"engines.{name}: no step uses it; set engine = {name!r} in a step, or leave it out"
     if job.steps and "steps" in job.vars:

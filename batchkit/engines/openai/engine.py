@@ -96,9 +96,8 @@ class OpenAIServerEngine:
         self._ended: EngineError | None = None
         self._unsettled = 0  # requests in flight, as the event loop knows them
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unchecked: list[
-            Completion
-        ] = []  # answered, but the server's model is still being checked
+        # Answered, but the server's model is still being checked.
+        self._unchecked: list[Completion] = []
         self._closing = asyncio.Event()
         # Ray sets uvloop, which lacks RFC 8305 (happy eyeballs).
         self._loop = asyncio.SelectorEventLoop()

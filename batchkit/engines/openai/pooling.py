@@ -182,9 +182,8 @@ def _vector(found: str | list[float] | None) -> np.ndarray[Any, Any]:
         if isinstance(found, str):
             vector = np.frombuffer(base64.b64decode(found, validate=True), "<f4")
         else:
-            with np.errstate(
-                over="ignore"
-            ):  # infinite values are refused when the vector is stored
+            # Infinite values are refused when the vector is stored.
+            with np.errstate(over="ignore"):
                 vector = np.array(found or (), "<f4")
     except ValueError as error:  # binascii.Error is a ValueError
         raise ShapeError(f"data[0].embedding is not base64 of float32: {error}") from None

@@ -339,9 +339,8 @@ class Remote:
         status = response.status
         if status < 300:
             return
-        if (
-            status >= 500 or status in _DOWN
-        ):  # it may come from a proxy while the server is replaced
+        # It may come from a proxy while the server is replaced.
+        if status >= 500 or status in _DOWN:
             self._may_differ = True
         refusal = api.refusal_of(status, response.content)
         if status < 400:

@@ -89,9 +89,8 @@ class VllmEngine:
         # parsing long reasoning would delay that pass by milliseconds.
         self._ended: list[_Running] = []
         self._running: dict[str, _Running] = {}
-        self._aborted: dict[
-            int, Request
-        ] = {}  # by id(): aborted requests that other parts may still hold
+        # By id(): aborted requests that other parts may still hold.
+        self._aborted: dict[int, Request] = {}
         self._numbers = itertools.count()
         self._next_stuck_check = time.monotonic() + _STUCK_CHECK_S
         # vLLM's number of a scheduled request -> its token count at the last check, and the time of its last token.
@@ -244,9 +243,8 @@ class VllmEngine:
             except VLLMValidationError as error:
                 self._engine.abort_request(running.numbers)
                 return refusal(error)
-            except (
-                Exception
-            ) as error:  # no forward pass has run, so the error concerns only this row
+            except Exception as error:
+                # No forward pass has run, so the error concerns only this row.
                 self._engine.abort_request(running.numbers)
                 unknown = unknown_images(error, one.prompt)
                 if not unknown or prepared.tries > _MOST_TRIES:
