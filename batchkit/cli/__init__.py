@@ -38,7 +38,6 @@ from batchkit.errors import JobError, UploadError
 
 if TYPE_CHECKING:
     from batchkit.config.tables import JobConfig
-    from batchkit.execution.start import OnChange
     from batchkit.execution.summary import Outcome
 
 _TEMPLATES: dict[str, Any] = {"metavar": "TEMPLATE", "multiple": True}
@@ -444,10 +443,9 @@ def score(
     predictions: Path | None,
     job: Path | None,
     judge: Path | None,
-    fresh: bool,
-    on_change: OnChange,
     trust: bool,
     overrides: Texts,
+    **how: Any,
 ) -> Result:
     """Score the answers of RUN again, without the model.
 
@@ -468,8 +466,8 @@ def score(
             )
         of = find(run)
         judging = load(judge, overrides, keys_of_judge(of), of=("",), trust=trust)
-        return judge_run(of, judging, fresh=fresh, on_change=on_change, say=say)
-    if fresh or on_change != "fail" or trust:
+        return judge_run(of, judging, say=say, **how)
+    if trust or how != {"fresh": False, "on_change": "fail"}:
         raise click.UsageError("--fresh, --on-change and --trust are for --judge")
     if predictions is not None:
         folder = None if named or run is None else find(run)

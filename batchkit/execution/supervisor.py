@@ -27,10 +27,10 @@ from batchkit.errors import (
     RowOutOfMemoryError,
     RowTimeoutError,
 )
+from batchkit.execution.bisection import RowSearch
 from batchkit.execution.events import EngineHistory, EngineMessage, Found, Hear, Note
 from batchkit.execution.host_memory import KILLED, HostMemory
 from batchkit.execution.restart_thread import RestartThread, SearchTurn
-from batchkit.execution.row_search import RowSearch
 from batchkit.types import Completion, Key, Request
 
 LONGEST_PAUSE_S = 10  # between attempts to open an engine

@@ -166,11 +166,10 @@ def _listed(folder: str) -> list[dict[str, Any]]:
         raise InputError(
             f"{folder.rstrip('/')}: can't be listed: {error.strerror}; make it readable, or change input.path"
         ) from error
-    return [{"name": it, "type": "file" if _is_file(it) else "directory"} for it in paths]
-
-
-def _is_file(path: str) -> bool:
-    return exists(path) and not is_dir(path)
+    return [
+        {"name": it, "type": "file" if exists(it) and not is_dir(it) else "directory"}
+        for it in paths
+    ]
 
 
 def _check_different(files: Iterable[str]) -> None:

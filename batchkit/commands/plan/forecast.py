@@ -40,35 +40,21 @@ _LEAST_SHAPE, _TINY = 0.2, 1e-12
 _QUANTILES = (np.arange(64) + 0.5) / 64
 
 
-class Tail(NamedTuple):
-    """The assumption that some rows have answers longer than any in the sample, with Pareto distributed lengths.
-
-    - ``share``: the fraction of all rows that have such answers.
-    - ``heaviness``: 1/α of the distribution. Lengths range from ``longest`` to ``most``.
-    """
-
-    share: float
-    heaviness: float
-    longest: float
-    most: float
-
-    def at(self, uniform: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the lengths at the quantiles ``uniform``, where 0 is the longest and 1 the shortest length."""
-        lengths: NDArray[np.float64] = np.minimum(
-            self.most, self.longest * uniform**-self.heaviness
-        )
-        return lengths
-
-
 class Replicate(NamedTuple):
     """A random assumption about the answers of all rows.
 
-    A row outside ``tail`` has length ``lengths[i]`` with probability ``weights[i]``.
+    A row has length ``lengths[i]`` with probability ``weights[i]``, except the rows of the tail: these have answers
+    longer than any in the sample, with Pareto distributed lengths.
+
+    - ``share``: the fraction of all rows that are in the tail.
+    - ``heaviness``: 1/α of the distribution. Lengths in the tail range from the longest of ``lengths`` to ``most``.
     """
 
     lengths: NDArray[np.float64]
     weights: NDArray[np.float64]
-    tail: Tail
+    share: float
+    heaviness: float
+    most: float
 
     @property
     def mean(self) -> float:
@@ -81,14 +67,20 @@ class Replicate(NamedTuple):
     def draw(self, n: int, rng: np.random.Generator) -> NDArray[np.float64]:
         """Return random answer lengths for ``n`` rows."""
         drawn: NDArray[np.float64] = rng.choice(self.lengths, n, p=self.weights)
-        in_tail = rng.random(n) < self.tail.share
-        drawn[in_tail] = self.tail.at(1 - rng.random(int(in_tail.sum())))
+        in_tail = rng.random(n) < self.share
+        drawn[in_tail] = self._of_tail(1 - rng.random(int(in_tail.sum())))
         return drawn
 
     def _moment(self, power: int) -> float:
         inner = float(self.weights @ self.lengths**power)
-        outer = float((self.tail.at(_QUANTILES) ** power).mean())
-        return (1 - self.tail.share) * inner + self.tail.share * outer
+        outer = float((self._of_tail(_QUANTILES) ** power).mean())
+        return (1 - self.share) * inner + self.share * outer
+
+    def _of_tail(self, uniform: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the tail's lengths at the quantiles ``uniform``, where 0 is the longest and 1 the shortest length."""
+        longer = self.lengths.max() * uniform**-self.heaviness
+        lengths: NDArray[np.float64] = np.minimum(self.most, longer)
+        return lengths
 
 
 def replicates(
@@ -106,8 +98,7 @@ def replicates(
         weights = rng.gamma(shape, size=n) + _TINY
         weights /= weights.sum()
         odds = rng.exponential() / n if rng.random() < _TAIL_SHARE else 0.0
-        tail = Tail(odds / (1 + odds), _tail_index(lengths, weights), longest, most)
-        yield Replicate(lengths, weights, tail)
+        yield Replicate(lengths, weights, odds / (1 + odds), _tail_index(lengths, weights), most)
 
 
 def _tail_index(lengths: NDArray[np.float64], weights: NDArray[np.float64]) -> float:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from contextlib import closing
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,7 +124,8 @@ def _counted(job: JobConfig, source: Input, chosen: IndexSet, copies: Copies, sa
             text = None if prompt is None else prompt.text
             size = len(str(row.fields) if text is None else text)
         sizes[row.index] = size
-        most_tokens = max(most_tokens, _most_tokens(request.sampling))
+        of_answer = request.sampling.get("max_tokens") or 0
+        most_tokens = max(most_tokens, of_answer * (request.sampling.get("n") or 1))
     ordered, is_speech = sorted(sizes), job.task == "transcribe"
     return Lengths(
         rows=len(chosen),
@@ -179,8 +180,3 @@ def _order(job: JobConfig, source: Input, n_rows: int) -> str:
     block = first_block(source.read(never), renderer_of(job).hint)
     is_global = block.is_all or worth_ordering(block, n_rows, job.run.look_ahead)
     return "global" if is_global else "window"
-
-
-def _most_tokens(sampling: Any) -> float:
-    """Return the maximum number of tokens that a request may generate, over all its choices."""
-    return float((sampling.get("max_tokens") or 0) * (sampling.get("n") or 1))

@@ -122,7 +122,7 @@ class Remote:
     def body_of(self, request: Request) -> dict[str, Any]:
         """Return the request's body. Raises RequestError if this server can't take the request."""
         body = self._endpoint_of(request).body_of(request)
-        if self._is_llama_cpp:
+        if any(model.get("owned_by") == "llamacpp" for model in self.models):
             check_for_llama_cpp(task_of(request.endpoint, self._job.task), body)
         return {**body, **self._options.extra_body}
 
@@ -130,10 +130,6 @@ class Remote:
         """Return the endpoint of the request's task. A batch line written for ``/responses`` uses this endpoint,
         too."""
         return self._endpoints[task_of(request.endpoint, self._job.task)]
-
-    @property
-    def _is_llama_cpp(self) -> bool:
-        return any(model.get("owned_by") == "llamacpp" for model in self.models)
 
     async def ask(self, request: Request) -> Completion:
         """Send the request once.

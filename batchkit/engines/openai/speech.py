@@ -72,13 +72,10 @@ class Transcriptions(Endpoint):
             raise ShapeError("the answer has no text")
         text = valid(found.text)
         if found.segments:
-            text = "".join(map(_stamped, found.segments))
+            stamped = (f"<|{s.start:.2f}|>{valid(s.text)}<|{s.end:.2f}|>" for s in found.segments)
+            text = "".join(stamped)
         usage = usage_in(found.usage, "input_tokens", "output_tokens")
         return Completion(request, [Choice(text, "stop")], usage, latency_s)
-
-
-def _stamped(segment: _SpeechSegment) -> str:
-    return f"<|{segment.start:.2f}|>{valid(segment.text)}<|{segment.end:.2f}|>"
 
 
 def _field(name: str, value: Any) -> bytes:

@@ -112,13 +112,8 @@ def _language(line: str) -> str | None:
 def fixed(code: str) -> str:
     """Return ``code`` unchanged if it compiles, or if no variant does. Otherwise, return the first variant with another
     layout that compiles."""
-    return next((variant for variant in _variants(code) if _compiles(variant)), code)
-
-
-def _variants(code: str) -> Iterator[str]:
-    for text in (code, _plain(code)):
-        for layout in _LAYOUTS:
-            yield layout(text)
+    variants = (layout(text) for text in (code, _plain(code)) for layout in _LAYOUTS)
+    return next(filter(_compiles, variants), code)
 
 
 def _compiles(code: str) -> bool:
