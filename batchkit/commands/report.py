@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from batchkit.commands import Say
 from batchkit.commands.view.detail import shown
-from batchkit.commands.view.figures import FigureCounter, Figures
+from batchkit.commands.view.figures import Figures, figures_of
 from batchkit.commands.view.media import Pictures
 from batchkit.commands.view.overview import about, overview, timeline
 from batchkit.commands.view.page import check_page, write_page
@@ -21,16 +22,16 @@ from batchkit.config.terminal import cut_in_the_middle
 from batchkit.errors import BatchkitError, StoreError
 from batchkit.runs.compare import RunScores
 from batchkit.runs.comparison import Comparison
+from batchkit.runs.index import Index, Snapshot, Table
 from batchkit.runs.inputs import InputRows
 from batchkit.runs.listing import look_at
+from batchkit.runs.paired import Side
 from batchkit.runs.reach import Reach
 from batchkit.runs.scores import is_mixed, table_of
 from batchkit.scoring import Scoring, kept_fields
-from batchkit.storage.lines import failure_kind
-from batchkit.storage.log import RESULTS
 from batchkit.storage.metrics import read_metrics
-from batchkit.storage.newest_lines import Generations, read_newest_of
-from batchkit.storage.score_store import references_of, scored
+from batchkit.storage.newest_lines import Generations
+from batchkit.storage.score_store import references_of
 
 REPORT = "report.html"
 MAX_ROWS = 20_000
@@ -78,22 +79,16 @@ def report(
     """
     path, look = path or folder / REPORT, look_at(folder)
     check_page(path)
-    counter, sample = FigureCounter(), _Sample()
-
-    def visit(record: Mapping[str, Any]) -> None:
-        kind = failure_kind(record)
-        counter.add(record, kind)
-        sample.add(record["index"], has_failed=kind is not None)
-
-    table, reach = table_of(folder, media=media, visit=visit), Reach.of(folder, media)
-    figures = counter.figures()
+    table, reach = table_of(folder, media=media), Reach.of(folder, media)
+    side = Side.of(folder, None)
+    figures = figures_of(side.index, side.snapshot)
     if not figures.n_rows:
         raise StoreError(f"{folder}: nothing to report: no row has finished yet")
     if is_mixed(folder):
         say(
             f"{folder}: its rows were scored with different settings; `batchkit score` scores all of them again"
         )
-    rows = _read_rows(folder, figures, sample.rows(), reach, images=images)
+    rows = _read_rows(side.index, figures, _sample(side.snapshot), reach, images=images)
     scores = RunScores.of(table, folder)
     found = overview(look, figures, table, problem=None, indexed=1.0)
     notes = ["The run had not ended when this page was written."] * (look.state == "running")
@@ -125,53 +120,31 @@ class _Shown(NamedTuple):
     notes: list[str]
 
 
-class _Sample:
-    """Chooses the rows that the page lists: all of them, or the failed rows and a random sample of the others.
-
-    A reservoir (Vitter, Random Sampling with a Reservoir, 1985) holds each sample, so memory doesn't grow with the run.
-    """
-
-    def __init__(self) -> None:
-        self._random = random.Random(_SEED)
-        self._failed: list[int] = []
-        self._others: list[int] = []
-        self._n_failed = self._n_others = 0
-
-    def add(self, row: int, *, has_failed: bool) -> None:
-        if has_failed:
-            self._n_failed += 1
-            self._put(self._failed, row, MAX_ROWS, self._n_failed)
-        else:
-            self._n_others += 1
-            self._put(self._others, row, MAX_ROWS, self._n_others)
-
-    def rows(self) -> list[int]:
-        """Return the indexes of the chosen rows, in input order."""
-        n_others = len(self._others)
-        n_failed = min(len(self._failed), max(MAX_FAILED, MAX_ROWS - n_others))
-        failed = self._random.sample(self._failed, n_failed)
-        return sorted(
-            failed + self._random.sample(self._others, min(n_others, MAX_ROWS - n_failed))
-        )
-
-    def _put(self, reservoir: list[int], row: int, size: int, n: int) -> None:
-        if len(reservoir) < size:
-            reservoir.append(row)
-        elif (place := int(self._random.random() * n)) < size:
-            reservoir[place] = row
+def _sample(snapshot: Snapshot) -> Table:
+    """Return the entries of the rows that the page lists, in input order: all of them, or the failed rows and a random
+    sample of the others."""
+    entries, random = snapshot.entries[snapshot.newest], np.random.default_rng(_SEED)
+    failed, others = np.flatnonzero(entries["kind"]), np.flatnonzero(entries["kind"] == 0)
+    n_failed = min(len(failed), max(MAX_FAILED, MAX_ROWS - len(others)))
+    chosen = (
+        random.permutation(failed)[:n_failed],
+        random.permutation(others)[: MAX_ROWS - n_failed],
+    )
+    found: Table = entries[np.sort(np.concatenate(chosen))]
+    return found
 
 
 def _read_rows(
-    folder: Path, figures: Figures, chosen: Sequence[int], reach: Reach, *, images: bool
+    index: Index, figures: Figures, chosen: Table, reach: Reach, *, images: bool
 ) -> _Shown:
-    """Read the records of the chosen rows and, if the input still exists, render their prompts again."""
+    """Read the records of the ``chosen`` entries and, if the input still exists, render their prompts again."""
     limit = min(max(_MAX_TEXT_BYTES // len(chosen), _LEAST_CHARACTERS), _MOST_CHARACTERS)
     scoring, problem = _scoring(reach)
-    inputs, labels = InputRows(reach.job, {*chosen}, reach), labels_of(reach)
+    inputs, labels = InputRows(reach.job, {*chosen["row"].tolist()}, reach), labels_of(reach)
     pictures, rows = Pictures(reach), []
     n_failed = n_cut = 0
-    with closing(Generations(folder)) as generations:
-        for record in scored(read_newest_of({*chosen}, folder / RESULTS), folder):
+    with closing(Generations(index.folder)) as generations:
+        for record in map(index.record, chosen):
             prompt, steps = inputs.prompt(record), generations.of_record(record)
             numbers = [pictures.add(source) for source in prompt.sources] if images else []
             row = shown([record], steps, prompt, numbers, labels, scoring)

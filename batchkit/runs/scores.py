@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,11 @@ def table_of(
     folder: Path,
     job: JobConfig | None = None,
     media: Sequence[Path] = (),
-    visit: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> ScoreTable:
     """Return the scores of a run by group. If answers are one of several choices, the table also has the confusion
     matrix.
 
-    - ``job``: decides groups and choices. By default the run's job, restricted to files that a reader may open.
-    - ``visit``: called with the newest record of each row, so that the caller need not read the log a second time.
+    ``job``: decides groups and choices. By default the run's job, restricted to files that a reader may open.
 
     Raises:
         InputError: The table needs fields that the run did not keep, and the input changed.
@@ -51,7 +49,6 @@ def table_of(
 
     def records() -> Iterator[dict[str, Any]]:
         for record, fields in with_fields(read_scored(folder), job, names, reach):
-            visit(record)
             if choices and record["status"] == "ok":
                 right = chosen(str(fields.get(str(scoring.reference))), choices)
                 found = chosen(record.get("prediction") or "", choices)

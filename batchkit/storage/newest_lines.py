@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import os
 from array import array
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -99,14 +98,6 @@ def read_newest(path: Path) -> Iterator[dict[str, Any]]:
     with closing(NewestLog(path)) as log:
         for line in log:
             yield whole_record(log.view[line.start : line.end], path, line.start)
-
-
-def read_newest_of(rows: Collection[int], path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the newest records of a few ``rows``, in input order. Memory grows with ``rows``, not with the log."""
-    with opened_log(path) as file:
-        places = {row: (start, size) for row, start, size in _places(file) if row in rows}
-        for _, (start, size) in sorted(places.items()):
-            yield whole_record(os.pread(file.fileno(), size, start), path, start)
 
 
 class Generations:

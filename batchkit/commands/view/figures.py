@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -40,46 +38,10 @@ def figures_of(index: Index, snapshot: Snapshot) -> Figures:
     """Return the numbers for the charts and notes of a run, from the newest record of each row in ``snapshot``."""
     rows = snapshot.newest
     reached = rows[snapshot.entries["prompt_tokens"][rows] > 0]  # rows that reached the engine
-    columns = {
-        name: np.unique(snapshot.entries[name][reached], return_counts=True) for name in _COLUMNS
-    }
     n_cut, n_shortened = (int(snapshot.entries[n][rows].sum()) for n in ("is_cut", "is_shortened"))
-    return Figures(len(rows), n_cut, n_shortened, _failures(index, snapshot), _spreads(columns))
-
-
-class FigureCounter:
-    """Collects the figures from records, each the newest of its row. Memory grows with the number of distinct
-    values, not of rows: latencies are rounded to milliseconds."""
-
-    def __init__(self) -> None:
-        self._n_rows = self._n_cut = self._n_shortened = 0
-        self._kinds = Counter[str]()
-        self._first: dict[str, Mapping[str, Any]] = {}  # the first failed record of each kind
-        self._values = {name: Counter[float]() for name in _COLUMNS}
-
-    def add(self, record: Mapping[str, Any], kind: str | None) -> None:
-        """Add a record. ``kind``: its kind of failure, or None."""
-        self._n_rows += 1
-        self._n_cut += record.get("finish_reason") == "length"
-        self._n_shortened += bool(record.get("truncated_tokens"))
-        if kind is not None:
-            self._kinds[kind] += 1
-            self._first.setdefault(kind, record)
-        usage = record.get("usage") or {}
-        if usage.get("prompt_tokens"):
-            self._values["latency"][round(record["latency_s"], 3)] += 1
-            self._values["prompt_tokens"][usage["prompt_tokens"]] += 1
-            self._values["tokens"][usage["completion_tokens"]] += 1
-
-    def figures(self) -> Figures:
-        failures = [
-            _failure(kind, count, self._first[kind]) for kind, count in self._kinds.most_common()
-        ]
-        columns = {}
-        for name, counts in self._values.items():
-            values = sorted(counts)
-            columns[name] = np.array(values), np.array([counts[value] for value in values])
-        return Figures(self._n_rows, self._n_cut, self._n_shortened, failures, _spreads(columns))
+    return Figures(
+        len(rows), n_cut, n_shortened, _failures(index, snapshot), _spreads(snapshot, reached)
+    )
 
 
 def _failures(index: Index, snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -90,23 +52,21 @@ def _failures(index: Index, snapshot: Snapshot) -> list[dict[str, Any]]:
         if number and counts[number]:
             first = snapshot.newest[np.argmax(kinds == number)]
             record = index.record(snapshot.entries[first])
-            found.append(_failure(snapshot.kinds[number], int(counts[number]), record))
+            message = (record.get("error") or {}).get("message") or "no answer"
+            kind = {"kind": snapshot.kinds[number], "count": int(counts[number])}
+            found.append({**kind, "message": message, "index": record["index"]})
     return found
 
 
-def _failure(kind: str, count: int, first: Mapping[str, Any]) -> dict[str, Any]:
-    message = (first.get("error") or {}).get("message") or "no answer"
-    return {"kind": kind, "count": count, "message": message, "index": first["index"]}
-
-
-def _spreads(columns: Mapping[str, tuple[Table, Table]]) -> list[dict[str, Any]]:
-    """Return a histogram for each column, given as its distinct values in ascending order and their counts."""
-    return [
-        {"title": title, "unit": unit, **histogram(values.astype(np.float64), counts)}
-        for name, (title, unit) in _COLUMNS.items()
-        for values, counts in [columns[name]]
-        if values.any()
-    ]
+def _spreads(snapshot: Snapshot, rows: Table) -> list[dict[str, Any]]:
+    """Return a histogram for each column of the entries at the positions ``rows``."""
+    found = []
+    for name, (title, unit) in _COLUMNS.items():
+        values, counts = np.unique(snapshot.entries[name][rows], return_counts=True)
+        if values.any():
+            of_column = histogram(values.astype(np.float64), counts)
+            found.append({"title": title, "unit": unit, **of_column})
+    return found
 
 
 def histogram(values: Table, counts: Table) -> dict[str, Any]:
