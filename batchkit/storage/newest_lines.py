@@ -160,28 +160,22 @@ _decoder = msgspec.json.Decoder(_Line)
 
 
 def _lines(log: BinaryIO) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the row (uint32), the first byte (int64) and the size (uint32) of each line that has a row."""
+    """Return the row (uint32), the first byte (int64) and the size (uint32) of each whole line that has a row."""
     import numpy as np
 
     rows, starts, sizes = array("I"), array("q"), array("I")
-    for row, start, size in _places(log):
-        rows.append(row)
-        starts.append(start)
-        sizes.append(size)
+    start = 0
+    for raw in log:
+        if raw.endswith(b"\n") and (row := _row_of(raw)) is not None:
+            rows.append(row)
+            starts.append(start)
+            sizes.append(len(raw))
+        start += len(raw)
     return (
         np.frombuffer(rows, np.uint32),
         np.frombuffer(starts, np.int64),
         np.frombuffer(sizes, np.uint32),
     )
-
-
-def _places(log: BinaryIO) -> Iterator[tuple[int, int, int]]:
-    """Yield the row, the first byte and the size of each whole line that has a row."""
-    start = 0
-    for raw in log:
-        if raw.endswith(b"\n") and (row := _row_of(raw)) is not None:
-            yield row, start, len(raw)
-        start += len(raw)
 
 
 def _row_of(raw: bytes) -> int | None:
