@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
@@ -59,7 +60,7 @@ class Loop:
         self._tokens_before = run.ledger.usage
         self._loads_s: list[float] = []
         self._seconds = 0.0
-        self._retried = self._n_deduplicated = self._n_reused = 0
+        self._counts = Counter(retried=0, reused=0, deduplicated=0)  # for the summary
         self._next_sync = self._next_note = 0.0
         self._generating_since = time.monotonic()
 
@@ -96,8 +97,7 @@ class Loop:
 
     def _generate(self, pool: WorkerPool) -> None:
         """Fill, poll and write until every row is settled or the start must stop."""
-        began, engine = time.monotonic(), pool.engine_facts
-        self._generating_since = began
+        self._generating_since, engine = time.monotonic(), pool.engine_facts
         self._notes.note_versions(engine.versions)
         self._screen.say(
             f"{_BEGUN[self._start.job.task]}; model loaded in {self._loads_s[-1]:.0f} s,"
@@ -112,8 +112,8 @@ class Loop:
         except Interrupted:  # a signal during an engine restart: no request is in flight
             pass
         finally:
-            self._seconds += time.monotonic() - began
-            self._retried += pool.load.retried
+            self._seconds += time.monotonic() - self._generating_since
+            self._counts["retried"] += pool.load.retried
             self._run.ledger.flush()
             self._note_workers(pool)
             self._screen.show(self._tasks, pool.load, force=True)
@@ -157,8 +157,8 @@ class Loop:
             if isinstance(line, RecordLine):
                 tasks.count(line.record)
             answer = line.record if isinstance(line, RecordLine) else line.generation
-            self._n_deduplicated += answer.duplicate_of is not None
-            self._n_reused += answer.reused_from is not None
+            self._counts["deduplicated"] += answer.duplicate_of is not None
+            self._counts["reused"] += answer.reused_from is not None
         self._run.ledger.write(line for line in lines if not isinstance(line, PausedRow))
         pool.note_written()
         if tasks.failed:
@@ -318,9 +318,7 @@ class Loop:
             ok=totals.ok,
             failed=totals.failed,
             skipped=tasks.resumed + tasks.elsewhere,
-            retried=self._retried,
-            reused=self._n_reused,
-            deduplicated=self._n_deduplicated,
+            **self._counts,
             seconds=round(self._seconds, 3),
             load_seconds=round(sum(self._loads_s), 3),
             prompt_tokens=usage.prompt_tokens - before.prompt_tokens,
