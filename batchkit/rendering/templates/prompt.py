@@ -74,12 +74,12 @@ class PromptTemplates:
         self.documents = self._of_pair("documents", keeps_type=True)
         self.files = FileTemplates(job)
         lora = prompt.lora
-        self.lora = self._template("prompt.lora", lora, keeps_type=True) if lora else None
+        self.lora = RowTemplate(job, "prompt.lora", lora, keeps_type=True) if lora else None
         self.sampling = {
-            name: self._template(f"sampling.{name}", source, keeps_type=True)
+            name: RowTemplate(job, f"sampling.{name}", source, keeps_type=True)
             for name, source in job.sampling.templates.items()
         }
-        note = self._template("retry.reask_note", job.retry.reask_note)
+        note = RowTemplate(job, "retry.reask_note", job.retry.reask_note)
         self._note = note if job.retry.reask else None
         texts = [*filter(None, (self.system, self.user, self.query, self.documents))]
         tools = [*filter(None, [self.tools.template])]
@@ -115,10 +115,7 @@ class PromptTemplates:
 
     def _of_pair(self, name: str, *, keeps_type: bool = False) -> RowTemplate | None:
         source = getattr(self._job.pair, name)
-        return source and self._template(f"pair.{name}", source, keeps_type=keeps_type)
-
-    def _template(self, key: str, text: str, *, keeps_type: bool = False) -> RowTemplate:
-        return RowTemplate(self._job, key, text, keeps_type=keeps_type)
+        return source and RowTemplate(self._job, f"pair.{name}", source, keeps_type=keeps_type)
 
 
 def sources_of(template: RowTemplate, names: Mapping[str, Any]) -> list[Any]:
