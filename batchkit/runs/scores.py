@@ -25,11 +25,7 @@ from batchkit.storage.starts import read_history
 _OTHER = "(other)"  # label in the confusion table for answers outside the choices
 
 
-def table_of(
-    folder: Path,
-    job: JobConfig | None = None,
-    media: Sequence[Path] = (),
-) -> ScoreTable:
+def table_of(folder: Path, job: JobConfig | None = None, media: Sequence[Path] = ()) -> ScoreTable:
     """Return the scores of a run by group. If answers are one of several choices, the table also has the confusion
     matrix.
 
