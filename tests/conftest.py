@@ -48,6 +48,7 @@ hypothesis.settings.load_profile("same")
 
 NEEDS = ("ray", "vllm", "real", "release", "browser", "slow")  # what takes longest begins first
 QUICK, RELEASE = "not slow", "release"
+HEAVY = {"ray", "torch", "transformers", "vllm"}
 MEMORY = Path("/dev/shm")  # for the quick tests, whose files are fsynced: 2 ms each on a disk
 LEFT_OUT = {QUICK: NEEDS, "not release and not real": ("release", "real")}  # files with these marks
 
@@ -96,16 +97,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order.__getitem__)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What modules and collected tests hold is never freed: each full collection would go through it, a tenth of
     the time of the quick tests."""
+    if session.config.option.markexpr in LEFT_OUT:
+        heavy = HEAVY & sys.modules.keys()
+        assert not heavy, f"a test module imports {heavy}, and each process of the tests with it"
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     if item.config.option.markexpr == QUICK:
-        heavy = {"ray", "torch", "transformers", "vllm"} & sys.modules.keys()
+        heavy = HEAVY & sys.modules.keys()
         assert not heavy, f"imported {heavy}: mark {item.path.stem} with what it needs"
         assert not vllm_is_used(), f"started vLLM: mark {item.name} with it"
 

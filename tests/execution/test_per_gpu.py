@@ -14,7 +14,6 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.execution.places import places_of
 from batchkit.storage.log import RESULTS
-from tests.support.failing_worker import ENGINES, HOLD, SHOWN
 from tests.support.faulty_runs import (
     Ended,
     assert_only_failed,
@@ -29,6 +28,8 @@ from tests.support.rows import read_jsonl
 from tests.support.waiting import until
 
 TWO = ["workers.per_gpu=2"]
+# Files of ``failing_worker.py``, which only an engine imports: vLLM comes with it.
+ENGINES, HOLD, SHOWN = "engines.txt", "hold", "shown.jsonl"
 
 
 def job(**tables: Any) -> JobConfig:
