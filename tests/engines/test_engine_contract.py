@@ -158,6 +158,8 @@ REFUSED: list[tuple[Request, str, str, set[str]]] = [
     (request(1, structured_outputs={"json": "{"}), "invalid_request", "", BOTH),
     (request(1, structured_outputs={"json": {"type": "nope"}}), "invalid_request", "", BOTH),
     (request(1, structured_outputs={"grammar": "root ::= ("}), "invalid_request", "", BOTH),
+    (request(1, structured_outputs={"grammar": "root ::= root"}), "invalid_request", "no next token", {"vllm"}),
+    (request(1, structured_outputs={"choice": []}), "invalid_request", "", BOTH),
     (request(1, structured_outputs={"choise": ["a"]}), "invalid_request", "structured", BOTH),
     (request(1, logit_bias={"99999999": 1.0}), "invalid_request", "", BOTH),
     (request(1, logit_bias={"tea": 1.0}), "invalid_request", "logit_bias", BOTH),
@@ -173,7 +175,7 @@ REFUSED: list[tuple[Request, str, str, set[str]]] = [
     (with_image((64, 64), n=3), "invalid_request", "image", {"vllm"}),
     (with_image((8, 4000)), "media", "aspect ratio", BOTH),
     (with_image((2000, 2000)), "prompt_too_long", "", BOTH),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", MODELS, indirect=True)

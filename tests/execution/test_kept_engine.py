@@ -56,12 +56,13 @@ def ended(process: psutil.Process) -> bool:
         return True
 
 
-def test_the_model_is_loaded_once_and_the_answers_are_the_same(
-    tea: Callable[..., JobConfig], tmp_path: Path
+def test_one_engine_serves_all_runs_until_it_dies_or_its_files_change(
+    tea: Callable[..., JobConfig], demo_model: Path, tmp_path: Path
 ) -> None:
-    made = tea()
-    cold = ProductionBatchProcessor(made.model_copy(update={"name": "cold"}), quiet=True)
-    expected = texts(cold.process(PROMPTS))
+    """Each engine gives the same answers."""
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model)
+    made = tea(engine={"model": str(model)})
     with ProductionBatchProcessor(made, quiet=True) as processor:
         first = processor.process(PROMPTS[:3])
         working = engines(made)
@@ -70,66 +71,48 @@ def test_the_model_is_loaded_once_and_the_answers_are_the_same(
         assert processor.process(PROMPTS, name="more").skipped == len(PROMPTS)
         with pytest.raises(ChangedError, match="rows from Python"):
             processor.process(PROMPTS)
+        once = processor.process(iter(PROMPTS[:2]), name="once")
+        aside = processor.process(iter(PROMPTS[2:4]), name="once")
         assert engines(made) == working
+        assert (once.ok, aside.ok, aside.skipped) == (2, 2, 0)
+        assert Path(f"{once.folder}.1").is_dir()
+
+        for process in working:
+            process.kill()
+        until(lambda: all(map(ended, working)))
+        third = processor.process(PROMPTS, name="third")
+        assert "engine died" not in log(third), "no row is suspected"
+
+        replaced = engines(made)
+        config = model / "config.json"
+        config.write_text(config.read_text() + "\n")
+        with pytest.raises(ChangedError, match=r"engine\.model_files"):
+            processor.process(PROMPTS, name="third")
+        fourth = processor.process(PROMPTS, name="fourth")
+        assert replaced - engines(made), "its process has ended"
     until(lambda: not engines(made))
-    assert (texts(first), texts(second)) == (expected[:3], expected)
-    assert KEPT not in log(first)
-    assert KEPT in log(second)
+    expected = texts(second)
+    assert len(set(expected)) > 1
+    assert (texts(first), texts(third), texts(fourth)) == (expected[:3], expected, expected)
+    assert [KEPT in log(run) for run in (first, second, aside)] == [False, True, True]
     assert second.folder == str(tmp_path / "output" / "more")
     assert not (Path(second.folder) / "engine.log").exists()
 
 
-def test_runs_that_are_moved_aside_keep_the_engine(tea: Callable[..., JobConfig]) -> None:
-    made = tea()
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_an_engine_with_rows_in_flight_is_not_kept() -> None:
+    engine = {"kind": "dry-run", "options": {"latency_s": 0.2}}
+    run = {"fail_on_error": True, "check_rows": 0}
+    made = job(engine=engine, prompt={"user": "{{ q }}"}, run=run)
+    rows = [{"other": "no q"}, *({"q": prompt} for prompt in PROMPTS)]
     with ProductionBatchProcessor(made, quiet=True) as processor:
-        first = processor.process(iter(PROMPTS[:2]))
-        working = engines(made)
-        second = processor.process(iter(PROMPTS[2:4]))
-        assert engines(made) == working
-    assert (first.ok, second.ok, second.skipped) == (2, 2, 0)
-    assert KEPT in log(second)
-    assert Path(f"{first.folder}.1").is_dir()
-
-
-def test_an_engine_that_died_meanwhile_is_replaced(tea: Callable[..., JobConfig]) -> None:
-    made = tea()
-    with ProductionBatchProcessor(made, quiet=True) as processor:
-        processor.process(PROMPTS[:2])
-        killed = engines(made)
-        for process in killed:
-            process.kill()
-        until(lambda: all(map(ended, killed)))
-        second = processor.process(PROMPTS, name="more")
-    assert (second.ok, second.exit) == (len(PROMPTS), 0)
-    assert "engine died" not in log(second), "no row is suspected"
-
-
-def test_a_model_whose_files_have_changed_is_loaded_again(
-    tea: Callable[..., JobConfig], demo_model: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(demo_model, model)
-    made = tea(engine={"model": str(model)})
-    with ProductionBatchProcessor(made, quiet=True) as processor:
-        processor.process(PROMPTS[:2])
-        working = engines(made)
-        config = model / "config.json"
-        config.write_text(config.read_text() + "\n")
-        with pytest.raises(ChangedError, match=r"engine\.model_files"):
-            processor.process(PROMPTS[:2])
-        assert processor.process(PROMPTS, name="more").ok == len(PROMPTS)
-        assert working - engines(made), "its process has ended"
-
-
-def test_an_engine_with_rows_in_flight_is_not_kept(tea: Callable[..., JobConfig]) -> None:
-    made = tea(prompt={"user": "{{ q }}"}, run={"fail_on_error": True})
-    rows = [*({"q": prompt} for prompt in PROMPTS), {"other": "no q"}]
-    with ProductionBatchProcessor(made, quiet=True) as processor:
+        before = processor.process(rows[1:], name="before")
+        kept = processor.process(rows[1:], name="kept")
         with pytest.raises(TooManyFailuresError):
             processor.process(rows)
-        second = processor.process(rows[:-1], name="more")
-    assert KEPT not in log(second)
-    assert second.ok == len(PROMPTS)
+        after = processor.process(rows[1:], name="after")
+    assert [KEPT in log(run) for run in (before, kept, after)] == [False, True, False]
+    assert after.ok == len(PROMPTS)
 
 
 @pytest.mark.usefixtures("in_an_empty_folder")

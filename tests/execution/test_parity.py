@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess, Popen
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     def start(drafts: dict[str, Any] | None, *args: str, **tables: Any) -> CompletedProcess[str]:
         options = {} if drafts is None else {"speculative_config": drafts}
         write_job(**with_tables({"engine": {"kind": "drafting", "options": options}}, tables))
-        return batchkit("run", "job.toml", *args, cwd=Path.cwd(), start=Popen, PYTHONPATH=path)
+        return batchkit("run", "job.toml", *args, cwd=Path.cwd(), PYTHONPATH=path)
 
     return start
 
