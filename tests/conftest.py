@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import shutil
@@ -134,6 +135,20 @@ def built(name: str, *flags: str) -> Path:
             ended = batchkit("demo", "model", name, *flags, cwd=folder, start=Fork)
             assert ended.returncode == 0, ended.stderr
     return folder / name
+
+
+@pytest.fixture(scope="session")
+def calm(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The texts of ``question_rows`` by one engine that nothing disturbs, made once for all processes of the tests."""
+    from tests.support.faulty_runs import IN, question_rows, start
+
+    file = Path(tempfile.gettempdir(), "calm.json")
+    with FileLock(file.with_suffix(".lock")):
+        if not file.exists():
+            ended = start(tmp_path_factory.mktemp("calm"), text_model, question_rows({}), {}, [IN])
+            assert ended.exit == 0, ended.stderr
+            file.write_text(json.dumps([record["text"] for record in ended.records]))
+    return list(json.loads(file.read_text()))
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,6 @@ from batchkit.runs.verify import verify
 from batchkit.storage.log import STEPS
 from tests.support.chat_server import MODEL, ChatServer, serving
 from tests.support.faulty_runs import (
-    IN,
     N_ROWS,
     assert_only_failed,
     ended_in,
@@ -50,14 +49,6 @@ input.path = "rows.jsonl"
 prompt.user = "{{ q }}"
 engine.kind = "openai-server"
 """
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, text_model: Path) -> list[str]:
-    """The texts of an undisturbed run without Ray."""
-    ended = start(tmp_path_factory.mktemp("calm"), text_model, question_rows({}), {}, [IN])
-    assert ended.exit == 0, ended.stderr
-    return [record["text"] for record in ended.records]
 
 
 @pytest.fixture

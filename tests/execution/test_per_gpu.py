@@ -20,7 +20,6 @@ from tests.support.faulty_runs import (
     ended_in,
     question_rows,
     running,
-    start,
     wait_for_records,
 )
 from tests.support.mps_stand_in import daemons, has_ended, install
@@ -83,14 +82,6 @@ def test_what_can_not_share_a_gpu_is_refused_with_the_reason(
     assert words in str(refused.value)
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, text_model: Path) -> list[str]:
-    """The texts of one engine."""
-    ended = start(tmp_path_factory.mktemp("calm"), text_model, question_rows({}), {}, [])
-    assert ended.exit == 0, ended.stderr
-    return [record["text"] for record in ended.records]
-
-
 def pids_of(folder: Path) -> list[int]:
     file = folder / "markers" / ENGINES
     return [int(line) for line in file.read_text().split()] if file.exists() else []
@@ -126,34 +117,6 @@ def test_an_engine_that_is_killed_is_restarted_while_the_other_works(
     shown = {tuple(line.values()) for line in read_jsonl(tmp_path / "markers" / SHOWN)}
     ((gpu, pipes),) = shown
     assert (gpu, Path(pipes).name) == ("0", "pipe")
-    assert has_ended(daemon)
-    assert [*Path(mps["TMPDIR"]).iterdir()] == []
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("killed", ["the run", "MPS"])
-def test_a_kill_of_the_run_or_of_mps_loses_nothing(
-    killed: str, tmp_path: Path, text_model: Path, calm: list[str]
-) -> None:
-    mps = install(tmp_path)
-    rows, faults = question_rows({}), {"step_s": 0.1}
-
-    def begun() -> Any:
-        return running(tmp_path, text_model, rows, faults, TWO, environment=mps)
-
-    with begun() as process:
-        wait_for_records(tmp_path, 4)
-        (daemon,) = daemons(mps)
-        victim = process if killed == "the run" else daemon
-        victim.kill()
-        if killed == "the run":
-            process.wait(60)
-            assert not has_ended(daemon)
-            with begun() as process:
-                ended = ended_in(tmp_path, process)
-        else:
-            ended = ended_in(tmp_path, process)
-    assert_only_failed(ended, calm, {})
     assert has_ended(daemon)
     assert [*Path(mps["TMPDIR"]).iterdir()] == []
 

@@ -157,6 +157,10 @@ def test_a_retry_gives_engines_their_turns(tmp_path: Path) -> None:
     ended = run()
     assert ended.exit_code == 3, ended.stderr
     assert "engine judge: " in log()
+    assert {*errors()} == {7}, "the step that kills its engine fails its row alone"
+    assert errors()[7].startswith("engine_crash: step judge: the engine ")
+    assert records()[7]["steps"]["draft"]["text"] == "0 images, asked: draft q7"
+    assert calls(RUN).total() == len(calls(RUN)) == 3 * N_ROWS - 1
     again = batchkit("retry-failed", "job.toml", "--set", f"engines.judge.server.command={COMMAND}")
     assert again.exit_code == 0, again.stderr
     assert "next engine: [engines.judge]; rows that wait for it: 1\n" in log()

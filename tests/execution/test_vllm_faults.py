@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,10 @@ from tests.support.faulty_runs import (
     start,
 )
 from tests.support.pooling_models import build_embedding_model
-from tests.support.rows import read_jsonl
 
 pytestmark = pytest.mark.vllm
 
 Run = Callable[..., Ended]
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory, text_model: Path) -> list[str]:
-    """The texts of an undisturbed run."""
-    ended = start(tmp_path_factory.mktemp("calm"), text_model, question_rows({}), {}, [IN])
-    assert ended.exit == 0, ended.stderr
-    return [record["text"] for record in ended.records]
 
 
 @pytest.fixture
@@ -73,13 +63,6 @@ def test_too_many_at_once_is_halved_and_the_next_start_takes_the_safe_setting_un
     assert "up to 1 requests run at the same time" in ended.log
 
 
-def test_out_of_memory_at_load_is_halved_until_it_fits(run: Run, calm: list[str]) -> None:
-    ended = run(OWN, load_over=2)
-    assert_only_failed(ended, calm, {})
-    assert ended.log.count("next try with") == 2
-    assert ended.reductions == [{"max_num_seqs": 4}, {"max_num_seqs": 2}]
-
-
 @pytest.mark.release
 def test_an_engine_that_grows_too_large_is_replaced_between_rows(run: Run, calm: list[str]) -> None:
     ended = run(OWN, "run.max_host_gb=1.5", leak_mb=32, step_s=0.05)
@@ -104,44 +87,22 @@ def test_a_row_whose_image_needs_too_much_memory_is_tried_smaller(
     assert ended.log.count("row 3 (id 3) kills the engine even if it runs alone") == 1
 
 
-@pytest.mark.parametrize(
-    ("where", "kind", "error_kind"),
-    [(IN, "oom", "oom"), (OWN, "kill", "oom")],
-)
-def test_a_poison_row_is_found_and_fails_alone(
-    run: Run, calm: list[str], where: str, kind: str, error_kind: str
-) -> None:
-    ended = run(where, poison={13: kind})
-    assert_only_failed(ended, calm, {13: error_kind})
-    assert "row 13 (id 13) kills the engine even if it runs alone" in ended.log
-    assert ended.reductions == [], "the row was the cause, not the batch"
-    assert ended.manifest["starts"][-1]["engine_restarts"] <= 6
-
-
 def test_poison_rows_in_one_window_are_found_and_not_tried_again(run: Run, calm: list[str]) -> None:
-    poison = dict.fromkeys((2, 5), "error")
+    poison = {2: "error", 5: "kill"}
     ended = run(OWN, "input.limit=8", poison=poison)
     assert ended.manifest["starts"][-1]["engine_restarts"] <= 2 * 5
+    assert "row 5 (id 5) kills the engine even if it runs alone" in ended.log
+    assert ended.reductions == [], "the rows were the cause, not the batch"
     ended = run(OWN, poison=poison)
-    assert_only_failed(ended, calm, dict.fromkeys(poison, "engine_crash"))
+    assert_only_failed(ended, calm, {2: "engine_crash", 5: "oom"})
     assert ended.manifest["starts"][-1].get("engine_restarts", 0) == 0, "a resume leaves them alone"
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("kill", "engine died (engine_crash) with"),
-        ("error", "RuntimeError: planted: device-side assert"),
-        ("hang", "the engine finished no forward pass for"),
-    ],
-)
-def test_an_engine_that_dies_once_is_restarted(
-    run: Run, calm: list[str], kind: str, words: str
-) -> None:
-    ended = run(OWN, once={kind: 4})
+def test_an_engine_that_hangs_is_restarted(run: Run, calm: list[str]) -> None:
+    ended = run(OWN, once={"hang": 4})
     assert_only_failed(ended, calm, {})
-    assert words in ended.log
-    assert ("failing_worker.py" in ended.log) == (kind == "hang"), "its stacks are in run.log"
+    assert "the engine finished no forward pass for" in ended.log
+    assert "failing_worker.py" in ended.log, "its stacks are in run.log"
     assert "failing_worker.py" not in ended.stderr
     assert ended.manifest["starts"][-1]["engine_restarts"] == 1
     assert ended.reductions == [], "nothing says that memory ran out"
@@ -178,48 +139,6 @@ def test_a_prompt_that_is_never_prepared_fails_alone(run: Run) -> None:
     assert ended.manifest["starts"][-1]["engine_restarts"] == 1
 
 
-STEPS = (
-    JOB.replace('[prompt]\nuser = "{{ q }}"\n', "").replace('sampling_column = "params"\n', "")
-    + """
-[[steps]]
-name = "draft"
-prompt.user = "{{ q }}"
-[[steps]]
-name = "revise"
-prompt.user = "{{ q }}: {{ steps.draft.text }}"
-sampling.sampling_column = "params"
-"""
-)
-
-
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    calm, faulty = tmp_path / "calm", tmp_path / "faulty"
-    calm.mkdir()
-    faulty.mkdir()
-    return calm, faulty
-
-
-def test_only_the_step_that_kills_the_engine_fails_its_row(
-    tmp_path: Path, text_model: Path
-) -> None:
-    """Memory runs out for all, and two rows kill their engine with their second generation."""
-    calm_folder, folder = folders(tmp_path)
-    calm = start(calm_folder, text_model, question_rows({}), {}, [IN], job=STEPS)
-    assert calm.exit == 0, calm.stderr
-    poison = {5: "error", 23: "kill"}
-    ended = start(folder, text_model, question_rows(poison), {"over": 6}, [OWN], job=STEPS)
-    assert_only_failed(
-        ended, [record["text"] for record in calm.records], {5: "engine_crash", 23: "oom"}
-    )
-    for index in poison:
-        record = ended.records[index]
-        assert record["error"]["message"].startswith("step revise: the engine ")
-        assert record["steps"]["draft"] == calm.records[index]["steps"]["draft"]
-    lines = read_jsonl(folder / "output/faulty/steps.jsonl")
-    calls = Counter((line["index"], line["step"]) for line in lines)
-    assert calls == {(row, step): 1 for row in range(N_ROWS) for step in ("draft", "revise")}
-
-
 EMBED = 'task = "embed"\n' + JOB.split("[sampling]")[0] + "[run]\nstall_timeout_s = 6\n"
 HEAVY = "tea " * 200  # the worker runs out of memory with a prompt of more than 150 tokens
 
@@ -234,7 +153,9 @@ def test_a_deadly_text_fails_alone_and_every_other_row_has_its_vector(
 ) -> None:
     rows = [{"q": f"tell me of {n}" + " tea" * (n % 7)} for n in range(24)]
     rows[13]["q"] += HEAVY
-    calm, faulty = folders(tmp_path)
+    calm, faulty = tmp_path / "calm", tmp_path / "faulty"
+    calm.mkdir()
+    faulty.mkdir()
     embedding_model = build_embedding_model(tmp_path / "embedding", text_model)
     whole = start(calm, embedding_model, rows, {}, [OWN], job=EMBED)
     assert whole.exit == 0, whole.stderr
