@@ -9,8 +9,6 @@ import getpass
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -28,7 +26,8 @@ from batchkit.engines.process.engine import ProcessEngine
 from batchkit.engines.process.launcher import LOG, Launcher
 from tests.support import dry_runs
 from tests.support.engine_requests import Locked, collect, request, with_image
-from tests.support.forks import Fork
+from tests.support.faulty_runs import OWN, question_rows, running, wait_for_records
+from tests.support.own_process import printing_to
 from tests.support.small_vllm import TEXT_ONLY
 from tests.support.waiting import until
 
@@ -107,18 +106,15 @@ def test_a_request_that_the_engine_cannot_read_is_not_lost_in_silence(
 
 
 def test_the_engine_dies_with_its_parent(text_model: Path, tmp_path: Path) -> None:
-    job = make_job(text_model, tmp_path)
-    with Fork(
-        [sys.executable, "-m", "tests.support.doomed_parent", job.model_dump_json()],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
-    ) as process:
-        assert process.stdout is not None
-        pid = int(process.stdout.readline())
+    log = tmp_path / "output/faulty" / LOG
+    told = {"VLLM_LOGGING_LEVEL": "INFO"}
+    rows, slow = question_rows({}), {"step_s": 0.1}
+    with running(tmp_path, text_model, rows, slow, [OWN], environment=told) as process:
+        wait_for_records(tmp_path, 1)
+        assert printing_to(log)
         process.kill()
-    until(lambda: is_gone(pid), within_s=5)
-    assert "max_model_len" in (job.folder / LOG).read_text(), "what it printed is kept"
+    until(lambda: not printing_to(log), within_s=5)
+    assert "max_model_len" in log.read_text(), "what it printed is kept"
 
 
 def is_gone(pid: int) -> bool:

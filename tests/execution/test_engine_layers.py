@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from subprocess import CompletedProcess, Popen
@@ -13,7 +12,7 @@ import pytest
 
 from tests.support import own_process
 from tests.support.dry_runs import LOG, RUN, manifest, prepare, records, write_job, write_rows
-from tests.support.paths import ROOT
+from tests.support.plugin import installed
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
@@ -129,21 +128,17 @@ class Late(EngineLayer):
 '''
 
 
-@pytest.fixture(autouse=True)
-def package(in_an_empty_folder: None) -> None:
-    site = Path("site")
-    (site / "layers-1.0.dist-info").mkdir(parents=True)
-    (site / "our_layers.py").write_text(MODULE)
-    about = "Metadata-Version: 2.1\nName: layers\nVersion: 1.0\n"
-    (site / "layers-1.0.dist-info/METADATA").write_text(about)
-    lines = ["counting = our_layers:Counting", "known = our_layers:FromDictionary"]
-    lines += ["again = our_layers:Again", "faulty = our_layers:Faulty", "late = our_layers:Late"]
-    points = "\n".join(["[batchkit.layers]", *lines, ""])
-    (site / "layers-1.0.dist-info/entry_points.txt").write_text(points)
+POINTS = """[batchkit.layers]
+counting = our_layers:Counting
+known = our_layers:FromDictionary
+again = our_layers:Again
+faulty = our_layers:Faulty
+late = our_layers:Late
+"""
 
 
 def begin(*args: str) -> Popen[str]:
-    path = os.pathsep.join([str(ROOT), str(Path("site").resolve())])
+    path = installed(POINTS, our_layers=MODULE)
     return own_process.begin(*args, cwd=Path(), PYTHONPATH=path)
 
 

@@ -54,21 +54,21 @@ def recovered(*args: str) -> Ended:
     [("false", 3), ("true", 1), ("0", 1), ("99", 1), ("5000", 3), ("0.1", 1), ("0.3", 3)],
 )
 def test_fail_on_error_stops_the_run_past_it(limit: str, code: int) -> None:
-    rows_that_fail(3000, every=4)
+    rows_that_fail(800, every=4)
     write_job(run={"max_in_flight": 8})
     found = run("--set", f"run.fail_on_error={limit}")
     assert found.exit_code == code
     if code == 3:
-        assert len(settled()) == 3000
+        assert len(settled()) == 800
         return
     assert f"run.fail_on_error = {limit} stops the run" in found.stderr
-    assert 0 < len(settled()) < 3000
+    assert 0 < len(settled()) < 800
     assert verify()["checkpoint_matches"]
     assert run("--set", "run.fail_on_error=false").exit_code == 3
-    assert len(settled()) == 3000
+    assert len(settled()) == 800
 
 
-@pytest.mark.parametrize("n", [1, 5000])
+@pytest.mark.parametrize("n", [1, 1000])
 def test_fail_on_error_stops_a_run_whose_every_row_fails(n: int) -> None:
     rows_that_fail(n, every=1)
     write_job(run={"fail_on_error": True, "check_rows": 0})
@@ -87,13 +87,13 @@ def test_rows_that_fail_reach_the_disk_while_the_run_goes_on() -> None:
     seen: list[int] = []
 
     def rows() -> Iterator[Any]:
-        for n in range(5000):
-            if n == 4999:  # at most 256 rendered rows wait ahead of the loop
+        for n in range(1500):
+            if n == 1499:  # at most 256 rendered rows wait ahead of the loop
                 seen.append(n_records())
             yield {"other": n}
 
     made = job(run={"check_rows": 0})
-    assert ProductionBatchProcessor(made, quiet=True).process(rows()).failed == 5000
+    assert ProductionBatchProcessor(made, quiet=True).process(rows()).failed == 1500
     assert seen[0] > 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -15,12 +14,11 @@ from batchkit.execution.parity import can_be_checked
 from batchkit.execution.start import Start, StartOptions
 from batchkit.storage.starts import current_manifest, read_history
 from tests.support import model_runs
-from tests.support.drafting_engine import installed
 from tests.support.dry_runs import LOG, RUN, records, settled, write_job, write_rows
 from tests.support.jobs import with_tables
 from tests.support.model_runs import answered, run_job
 from tests.support.own_process import batchkit
-from tests.support.paths import ROOT
+from tests.support.plugin import ENGINE, installed
 from tests.support.small_vllm import TEXT_ONLY
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
@@ -28,24 +26,17 @@ pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 KEY = "engine.options.speculative_config"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 OTHER = {"method": "ngram", "num_speculative_tokens": 2}
-Run = Callable[..., CompletedProcess[str]]
 
 
-@pytest.fixture
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    path = f"{ROOT}:{installed(tmp_path_factory.mktemp('plugin'))}"
-
-    def start(drafts: dict[str, Any] | None, *args: str, **tables: Any) -> CompletedProcess[str]:
-        options = {} if drafts is None else {"speculative_config": drafts}
-        write_job(**with_tables({"engine": {"kind": "drafting", "options": options}}, tables))
-        return batchkit("run", "job.toml", *args, cwd=Path.cwd(), PYTHONPATH=path)
-
-    return start
+def run(drafts: dict[str, Any] | None, *args: str, **tables: Any) -> CompletedProcess[str]:
+    options = {} if drafts is None else {"speculative_config": drafts}
+    write_job(**with_tables({"engine": {"kind": "ours", "options": options}}, tables))
+    return batchkit("run", "job.toml", *args, cwd=Path.cwd(), PYTHONPATH=installed(ENGINE))
 
 
 @pytest.mark.parametrize(("then", "now"), [(None, NGRAM), (NGRAM, OTHER), (NGRAM, None)])
 def test_a_run_with_the_same_answers_continues_and_notes_the_option(
-    run: Run, then: dict[str, Any] | None, now: dict[str, Any] | None
+    then: dict[str, Any] | None, now: dict[str, Any] | None
 ) -> None:
     write_rows(40)
     assert run(then, "--limit", "30").returncode == 0
@@ -63,7 +54,7 @@ def test_a_run_with_the_same_answers_continues_and_notes_the_option(
     assert settled() == dict.fromkeys(range(40), "ok")
 
 
-def test_steps_are_compared_too(run: Run) -> None:
+def test_steps_are_compared_too() -> None:
     steps = [{"name": name, "prompt": {"user": "{{ q }}"}} for name in ("draft", "final")]
     write_rows(4)
     assert run(None, "--limit", "2", prompt=None, steps=steps).returncode == 0
@@ -74,7 +65,7 @@ def test_steps_are_compared_too(run: Run) -> None:
     assert settled() == dict.fromkeys(range(4), "ok")
 
 
-def test_a_run_with_another_answer_is_refused_and_continues_as_before(run: Run) -> None:
+def test_a_run_with_another_answer_is_refused_and_continues_as_before() -> None:
     write_rows(8)
     assert run(None, "--limit", "5").returncode == 0
     before = LOG.read_bytes(), (RUN / "job.toml").read_bytes()
@@ -91,7 +82,7 @@ def test_a_run_with_another_answer_is_refused_and_continues_as_before(run: Run) 
     assert {record["text"] for record in records()} == {f"answer {n}" for n in range(8)}
 
 
-def test_a_run_without_pending_rows_is_not_checked(run: Run) -> None:
+def test_a_run_without_pending_rows_is_not_checked() -> None:
     write_rows(3)
     assert run(None).returncode == 0
     done = run({**NGRAM, "wrong": [0, 1, 2]})
@@ -106,7 +97,7 @@ def test_a_run_without_pending_rows_is_not_checked(run: Run) -> None:
     ids=["drawn answers", "another change"],
 )
 def test_a_change_that_can_not_be_checked_is_refused_before_the_model_is_loaded(
-    run: Run, tables: dict[str, Any]
+    tables: dict[str, Any],
 ) -> None:
     write_rows(3)
     same = tables if "sampling" in tables else {}

@@ -251,7 +251,7 @@ def test_retry_failed_counts_on_from_the_last_attempt() -> None:
     assert script.asked["r"] == ["r ?", "r ?", f"r ?\n{NOTE}"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_that_ends_between_two_asks_loses_nothing_finished(signum: int) -> None:
     """Rows that were between two asks start again; the others are not asked again."""
 
