@@ -119,7 +119,7 @@ def test_a_chat_template_that_ignores_tools_is_named(
         engine={"kind": kind, "model": str(text_model), "options": options},
         sampling={"max_tokens": 4},
     )
-    for command in ("validate", "run"):
+    for command in ("validate", "run") if ignores else ("validate",):
         done = batchkit(command, "job.toml", cwd=tmp_path, start=Fork)
         assert done.returncode == 0, done.stderr
         warning = "tools: the model's chat template ignores them, so the model does not see clock"

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -180,7 +179,6 @@ cross_encoder = partial(build_classifier, labels=("relevant",))
 @pytest.mark.parametrize(
     ("build", "task", "answered", "by_engine"),
     [
-        (embedding, "token_embed", (*VECTORS, *SCORES), {}),
         (embedding, "score", (*VECTORS, *SCORES), dict.fromkeys(CLASSES, "embed and score")),
         (classifier, "classify", CLASSES, dict.fromkeys(SCORES, "classify")),
         (cross_encoder, "score", (*CLASSES, *SCORES), dict.fromkeys(VECTORS, "classify and score")),
@@ -204,12 +202,6 @@ def test_a_line_that_the_model_can_not_answer_fails_alone(
         message = failed[number]["message"]
         assert message.startswith(f"url: /{POOLED[number][0].rsplit('/', 1)[1]} is for")
         assert f'with task = "{task}", serves only {served}' in message
-    if task == "token_embed":
-        document, query = (np.array(bodies[n]["data"][0]["data"]) for n in VECTORS)
-        similar = (query @ document.T).max(axis=1).sum()  # as ColBERT compares
-        assert bodies[3]["data"][0]["score"] == pytest.approx(similar, rel=1e-4)
-        scores = {item["index"]: item["relevance_score"] for item in bodies[4]["results"]}
-        assert scores[0] == pytest.approx(similar, rel=1e-4)
 
 
 # --- as run-batch

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from batchkit import ProductionBatchProcessor
 from batchkit.commands.validate import validate
@@ -175,48 +174,3 @@ def test_validate_counts_what_the_engine_would_get(demo_model: Path, tmp_path: P
     assert cut.prompt_tokens["max"] <= LIMIT
     uncut = validate(job_of(demo_model, tmp_path, ROWS, **tables, retry={"on_too_long": "fail"}))
     assert uncut.failed == len(FAIL)
-
-
-def test_rows_with_prompts_of_their_own_are_cut_and_keep_their_images(
-    demo_model: Path, tmp_path: Path, tokenizer: Any
-) -> None:
-    Image.new("RGB", (128, 96), (10, 200, 90)).save(tmp_path / "a.png")
-
-    def chat(text: str) -> list[Any]:
-        return [
-            {"role": "user", "content": "Hello."},
-            {"role": "assistant", "content": "Hello to you."},
-            {"role": "user", "content": text},
-        ]
-
-    def look(text: str) -> list[Any]:
-        image = {"type": "image_url", "image_url": {"url": "a.png"}}
-        return [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
-
-    rows = [
-        {"id": "chat", "messages": chat(_tea(3000))},
-        {"id": "look short", "messages": look(_tea(100))},
-        {"id": "look", "messages": look(_tea(2100))},
-        {"id": "plain", "body": {"prompt": _tea(3000), "max_tokens": 100}},
-        {"id": "body", "body": {"messages": chat(_tea(3000)), "max_completion_tokens": 400}},
-    ]
-    records = Run(job_of(demo_model, tmp_path, rows)).records
-    assert all(record["status"] == "ok" for record in records.values())
-    sent = {name: r["usage"]["prompt_tokens"] for name, r in records.items()}
-    whole = {name: sent[name] + r.get("truncated_tokens", 0) for name, r in records.items()}
-    assert whole["chat"] == whole["body"] == count(tokenizer, as_text(tokenizer, chat(_tea(3000))))
-    assert whole["plain"] == count(tokenizer, _tea(3000))
-    # 2,000 words more, and the same picture, which no cut makes smaller.
-    more = count(tokenizer, _tea(2100)) - count(tokenizer, _tea(100))
-    assert whole["look"] == whole["look short"] + more
-    assert "truncated_tokens" not in records["look short"]
-    fits = {name: LIMIT - tokens for name, tokens in sent.items()}
-    assert fits["chat"] >= MAX_TOKENS
-    assert fits["look"] >= MAX_TOKENS
-    assert fits["plain"] >= 100
-    assert fits["body"] >= LIMIT // 2, "an answer of 400 gets half of the context"
-    for name in ("chat", "look", "plain", "body"):
-        assert records[name]["truncated_tokens"] > 0
-        assert MARK in records[name]["prompt"]
-        assert "FIRST tea" in records[name]["prompt"]
-        assert "tea LAST" in records[name]["prompt"]
