@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from PIL import Image
 
@@ -22,6 +24,7 @@ from batchkit.engines.transformers.batch import BatchAnswer, next_batch
 from batchkit.engines.transformers.options import Sampling
 from batchkit.engines.transformers.rendering import PreparedPrompt
 from batchkit.errors import JobError
+from batchkit.rendering.media.pixels import LARGEST_ASPECT, smart_size
 from batchkit.storage.identity import identity
 from batchkit.types import Completion, Request, Row
 from tests.support import model_runs
@@ -236,6 +239,23 @@ def test_a_narrow_choice_is_greedy(engine: Engine) -> None:
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6}):
         (done,) = ask(engine, about(1, 5, **{"temperature": 1.0, **narrow}))
         assert texts(done) == texts(greedy), narrow
+
+
+SIDES = st.integers(1, 20_000)
+LIMITS_OF_MODELS = st.sampled_from([(200704, 1605632), (65536, 16777216)])
+
+
+@given(SIDES, SIDES, st.sampled_from([28, 32]), LIMITS_OF_MODELS)
+def test_images_are_resized_as_the_processor_would(
+    width: int, height: int, factor: int, limits: tuple[int, int]
+) -> None:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    assume(max(width, height) <= LARGEST_ASPECT * min(width, height))
+    size = smart_size(width, height, factor=factor, min_pixels=limits[0], max_pixels=limits[1])
+    assert size[::-1] == smart_resize(height, width, factor, *limits)
+    assume(max(size) <= LARGEST_ASPECT * min(size))
+    assert size[::-1] == smart_resize(*size[::-1], factor, *limits)  # and is left as it is
 
 
 def test_an_image_for_a_model_without_eyes_is_refused(text_model: Path) -> None:
