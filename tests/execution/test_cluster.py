@@ -5,7 +5,6 @@ Tests that only count rows use a small server or the dry-run engine in place of 
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shlex
@@ -135,34 +134,6 @@ def test_a_row_that_kills_workers_is_found_and_fails_alone(
     assert_only_failed(ended, texts, {9: "engine_crash"})
     assert "row 9 (id 9) kills workers even if it runs alone: the row has failed" in ended.stderr
     assert 2 <= len(deaths) <= 6
-
-
-def test_a_slow_worker_answers_its_share_and_no_more(
-    ray_head: RayHead, two: list[str], tmp_path: Path
-) -> None:
-    rows = [{"q": f"tell me of {n}"} for n in range(3 * N_ROWS)]
-    askers: list[int] = []
-    of_the_fast = itertools.count(1)
-    most_are_answered = threading.Event()
-
-    def slowly_to_one(text: str, body: dict[str, Any]) -> str:
-        """The first worker gets no answer until the other one has three quarters of all."""
-        asker = ray_head.worker_that_asks(server).pid
-        with server.lock:
-            askers.extend([asker] if asker not in askers else [])
-        if asker == askers[0]:
-            most_are_answered.wait()
-        elif next(of_the_fast) == len(rows) * 3 // 4:
-            most_are_answered.set()
-        return f"answered: {text}"
-
-    with serving(slowly_to_one) as server:
-        settings = [*two, *at(server, max_num_seqs=4)]
-        ended = start(tmp_path, tmp_path, rows, {}, settings, job=ASKS)
-    assert_only_failed(ended, [f"answered: {row['q']}" for row in rows], {})
-    few, many = sorted(worker["rows"] for worker in status(tmp_path / "output/faulty").workers)
-    assert few + many == len(rows)
-    assert few <= len(rows) / 4, "half of them with static halves"
 
 
 def test_sigint_stops_all_workers_and_keeps_what_is_finished(

@@ -83,15 +83,6 @@ def test_rows_whose_vector_was_lost_run_again(lose: Any, is_checked: bool) -> No
 # Failures and changes
 
 
-def test_retried_row_gets_a_vector_in_a_segment_of_its_own() -> None:
-    prepare(4, failing=(2,))
-    assert run().exit_code == 3
-    assert batchkit("retry-failed", "--set", "prompt.user={{ q | default('none') }}").exit_code == 0
-    places = [one["embedding"]["segment"] for one in records() if "embedding" in one]
-    assert places == [0, 0, 0, 1]
-    assert len(stored()) == 4
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_requeue_keeps_the_vectors_of_unchanged_rows(dtype: str) -> None:
     prepare(10, output={"vector_dtype": dtype})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -19,13 +18,12 @@ from tests.support.chat_server import ChatServer, Refused, error, serving
 from tests.support.command_line import Ended, batchkit
 from tests.support.dry_runs import LOG
 from tests.support.own_process import begin
-from tests.support.paths import ROOT
+from tests.support.realhit import vectors
 from tests.support.scripted import Script, answered, records, row
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
-VECTORS = ROOT.parent / "shared/realhit/metric_vectors.json"
 NOTE = "Mind the form."
 FOUND = "so [Final Answer]: 7"
 RETRY = {"reask": 2, "reask_note": NOTE}
@@ -60,13 +58,7 @@ def test_only_a_row_without_an_answer_is_asked_again_and_its_note_stands_once() 
     assert LOG.read_bytes().count(b"\n") == 3
 
 
-def official() -> list[Any]:
-    if not VECTORS.exists():
-        return [pytest.param({}, marks=pytest.mark.skip(f"{VECTORS} is not on this machine"))]
-    return list(json.loads(VECTORS.read_text())["parse"])
-
-
-@pytest.mark.parametrize("vector", official())
+@pytest.mark.parametrize("vector", vectors("parse"))
 def test_predictions_and_calls_are_those_of_the_official_code(vector: dict[str, Any]) -> None:
     script = Script(r=vector["responses"])
     note = vector["appended_on_last_call"].strip() or NOTE

@@ -339,20 +339,6 @@ def test_the_model_gets_what_the_calculator_says_until_it_answers() -> None:
     assert record["usage"]["completion_tokens"] == 3 + len(["It", "is", "612"])
 
 
-def test_a_model_that_never_stops_calling_fails_its_row_alone() -> None:
-    def model(text: str, body: dict[str, Any]) -> str:
-        if body["messages"][0]["content"] == "again" or not results_in(body):
-            raise calling("1 + 1")
-        return "2"
-
-    with serving(model) as server:
-        write(CALCULATES, [{"question": "again"}, {"question": "once"}], server)
-        assert run().exit_code == 3
-    assert [*errors()] == [0]
-    assert "the model still calls tools after 8 turns" in errors()[0]
-    assert records()[1]["parsed"] == {"answer": "2", "calls": 1}
-
-
 BY_KIND = """
 import asyncio
 async def plain(generate):
