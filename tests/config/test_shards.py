@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,24 +35,23 @@ def rows_of(number: int, count: int) -> set[int]:
     return set(settled(shard(number, count) / "results.jsonl"))
 
 
-def run_shards(count: int, *args: str) -> list[set[int]]:
-    """The rows of each shard, run one after the other."""
-    for number in range(count):
-        assert run("--shard", f"{number}/{count}", *args).exit_code == 0
-        assert verify(shard(number, count))["pending"] == 0
-    return [rows_of(number, count) for number in range(count)]
+def shares(count: int, **keys: Any) -> list[set[int]]:
+    """The rows of each shard of ``in.jsonl``; no row is in two of them."""
+    tables = [InputTable(path="in.jsonl", shard=f"{n}/{count}", **keys) for n in range(count)]
+    found = [{row.index for row in read_rows(table)} for table in tables]
+    assert [len(share) for share in found] == [*map(count_rows, tables)]
+    assert len(set().union(*found)) == sum(map(len, found))
+    return found
 
 
 # Which rows
 
 
 @pytest.mark.parametrize(("rows", "count"), [(200, 3), (2, 5)])
-@pytest.mark.parametrize("with_ids", [False, True])
-def test_shards_share_all_rows_between_them(with_ids: bool, rows: int, count: int) -> None:
-    prepare(rows, input={"id": "key"} if with_ids else {})
-    shares = run_shards(count)
-    assert sum(map(len, shares)) == rows
-    assert set().union(*shares) == set(range(rows))
+@pytest.mark.parametrize("keys", [{}, {"id": "key"}], ids=str)
+def test_shards_share_all_rows_between_them(keys: Any, rows: int, count: int) -> None:
+    write_rows(rows)
+    assert set().union(*shares(count, **keys)) == set(range(rows))
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 16])
@@ -79,31 +79,19 @@ def test_rows_with_ids_keep_their_shard_wherever_they_stand() -> None:
     assert 10 < len(before) == count_rows(table) < 30
 
 
-def test_shard_is_a_share_of_the_rows_within_the_limit() -> None:
-    prepare(100)
-    whole = run_shards(2)
-    first = [{row for row in share if row < 40} for share in whole]
-    assert run_shards(2, "--limit", "40", "--fresh") == first
-    assert run("--shard", "0/2").json["skipped"] == len(first[0]), "a larger limit carries on"
-    assert rows_of(0, 2) == whole[0]
-
-
-def test_shard_is_a_share_of_the_rows_that_the_filter_keeps() -> None:
-    write_rows([{"key": f"k{n}", "q": "x", "kind": "odd" if n % 2 else "even"} for n in range(80)])
-    write_job(input={"where": {"kind": "odd"}})
-    odd = set(range(1, 80, 2))
-    assert set().union(*run_shards(2)) == odd
-    limited = run_shards(2, "--limit", "10", "--fresh")
-    assert set().union(*limited) == set(range(1, 20, 2))
+def test_shard_is_a_share_of_the_rows_within_the_limit_and_the_filter() -> None:
+    write_rows([{"q": "x", "kind": "odd" if n % 2 else "even"} for n in range(80)])
+    odd = {"where": {"kind": "odd"}}
+    assert shares(2, limit=40) == [{row for row in share if row < 40} for share in shares(2)]
+    assert set().union(*shares(2, **odd)) == set(range(1, 80, 2))
+    assert set().union(*shares(2, **odd, limit=10)) == set(range(1, 20, 2))
 
 
 def test_row_that_cannot_be_read_is_in_one_shard() -> None:
     rows = [json.dumps({"key": f"k{n}", "q": "x"}) for n in range(20)]
     rows[7], rows[8] = "{broken", '{"q": "no id"}'
     Path("in.jsonl").write_text("\n".join(rows) + "\n")
-    write_job(input={"id": "key"})
-    found = [run("--shard", f"{number}/3").json for number in range(3)]
-    assert [sum(shard[name] for shard in found) for name in ("ok", "failed")] == [18, 2]
+    assert set().union(*shares(3, id="key")) == set(range(20))
 
 
 # Each is a run like any other
@@ -118,6 +106,7 @@ def test_counts_are_those_of_the_shard() -> None:
         assert (counts["ok"], counts["pending"]) == (len(mine), 0)
     assert status(shard(0, 3))["total"] == verify(shard(0, 3))["rows"] == len(mine)
     assert not Path("output/a").exists()
+    assert run("--shard", "0/3").json["skipped"] == len(mine)
     with (shard(0, 3) / "starts.jsonl").open("a") as starts:
         starts.write('{"run":{"total":null}}\n')
     assert status(shard(0, 3))["total"] == len(mine), "counted anew"
@@ -194,18 +183,19 @@ def test_rows_from_python_have_no_shard() -> None:
     ],
 )
 def test_what_is_no_shard_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_shard(text)
+
+
+def test_shard_is_written_in_one_way_and_refused_by_its_key() -> None:
+    assert InputTable(shard=" 01/4").shard == str(parse_shard("1/4")) == "1/4"
     prepare(3)
     for args, named in (
-        ((f"--shard={text}",), "--shard"),
-        (("--set", f"input.shard={text!r}"), "input.shard: "),
+        (("--shard=4/4",), "--shard"),
+        (("--set", "input.shard=4/4"), "input.shard: "),
     ):
-        found = run(*args)
-        assert (found.exit_code, named in found.stderr, words in found.stderr) == (2, True, True)
+        assert named in run(*args).refused()
     assert not Path("output").exists()
-
-
-def test_shard_is_written_in_one_way() -> None:
-    assert InputTable(shard=" 01/4").shard == str(parse_shard("1/4")) == "1/4"
 
 
 SLURM = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "4"}
