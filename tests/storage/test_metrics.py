@@ -109,7 +109,7 @@ def test_nothing_is_written_to_a_folder_whose_lock_was_lost(tmp_path: Path) -> N
     assert read_metrics(tmp_path) == []
 
 
-def test_metrics_are_a_file_of_the_run() -> None:
+def test_a_merged_run_has_no_metrics_of_its_parts() -> None:
     prepare(6)
     for n in range(2):
         assert run("--shard", f"{n}/2").exit_code == 0
@@ -117,8 +117,3 @@ def test_metrics_are_a_file_of_the_run() -> None:
     assert batchkit("merge", shard(0, 2), shard(1, 2), "--into", RUN).exit_code == 0
     assert not (RUN / METRICS).exists()  # they are of other runs
     assert verify() | {"ok": 6, "lost": 0} == verify()
-    found = batchkit("export", str(shard(0, 2)), "--jsonl", str(shard(0, 2) / METRICS))
-    assert found.exit_code == 1
-    assert (
-        "belongs to a run, as one of its files or its input; write to another file" in found.stderr
-    )
