@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from batchkit.commands.demo_model import PACKAGES
 from tests.support.dry_runs import reductions
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
@@ -81,14 +80,9 @@ TRANSFORMERS = "--set engine.kind=transformers"
         ("vllm", "run job.toml", SETUP),
         ("vllm", "run job.toml --dry-run", SETUP),
         ("vllm", "run job.toml --set engine.in_process=true", SETUP),
-        ("vllm", "validate job.toml", SETUP),
-        ("vllm", "run --model no-such-org/no-such-model --input rows.jsonl --prompt {{q}}", SETUP),
         ("torch", f"run job.toml {TRANSFORMERS}", SETUP),
-        ("transformers", f"run job.toml {TRANSFORMERS}", SETUP),
-        ("torch", f"validate job.toml {TRANSFORMERS}", SETUP),
         ("transformers", f"validate job.toml {TRANSFORMERS}", SETUP),
-        *((name, "demo model model", SETUP) for name in PACKAGES),
-        ("starlette", "view .", f"pip install -e '{ROOT}[view]'"),
+        ("safetensors", "demo model model", SETUP),
         ("uvicorn", "view .", f"pip install -e '{ROOT}[view]'"),
     ],
 )

@@ -11,21 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.images import png
-from tests.support.mistakes import DRY, JOB, ONE_LINE, REVIEWS, Mistake, check, params
+from tests.support.mistakes import DRY, JOB, ONE_LINE, REVIEWS, Mistake, check, job_of_steps, params
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
-STEPS = (
-    JOB.replace('[prompt]\nuser = "Mood? {{ review }}"\n', "")
-    + """\
-[[steps]]
-name = "draft"
-prompt.user = "{{ review }}"
-[[steps]]
-name = "revise"
-prompt.user = "{{ steps.draft.text }}"
-"""
-)
+STEPS = job_of_steps(draft="{{ review }}", revise="{{ steps.draft.text }}")
 OWN = 'name = "mood"\n[input]\npath = "own.jsonl"\n[engine]\nkind = "dry-run"\n'
 PROMPTS = '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n'
 SYNTAX = [

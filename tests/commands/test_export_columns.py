@@ -195,15 +195,6 @@ def test_answers_with_ever_other_keys_have_a_bounded_number_of_columns() -> None
     assert len(of_keys(of_answers({f"k{n}": n for n in range(5000)}, {"late": 1}))) == 1000
 
 
-def test_a_failed_row_has_nulls() -> None:
-    write_rows(2)
-    write_job(output={"parse": "json"}, prompt={"user": "{{ q if key == 'k0' else 1/0 }}"})
-    assert run().exit_code == 3
-    first, second = exported().to_pylist()
-    assert first["answer"] == "dry-run: no model answered row 0"
-    assert (second["status"], second["answer"]) == ("failed", None)
-
-
 # Rows with several generations
 
 NUMBER = {"extract": "number", "reference": "a", "scorers": ["em", "numeric"]}

@@ -164,32 +164,20 @@ def test_output_of_a_run_may_be_a_matrix_if_it_has_vectors() -> None:
     assert 'but the task of this run is "generate"' in done
 
 
-def test_run_without_an_answer_has_an_empty_column_and_no_matrix() -> None:
-    prepare(2, failing=(0, 1))
+@pytest.mark.parametrize("failing", [(0, 1, 2), ()], ids=["no answer", "several lengths"])
+def test_vectors_without_one_length_are_lists_and_no_matrix(failing: tuple[int, ...]) -> None:
+    prepare(3, failing=failing, run={"check_rows": 0})
     run()
-    export("--parquet", "a.parquet")
-    column = pq.read_table("a.parquet")["embedding"]
-    assert (column.type, column.null_count) == (pa.list_(pa.float32()), 2)
-    done = batchkit("export", "--npy").refused()
-    assert "has no vectors yet, or vectors of several lengths" in done
-
-
-def test_vectors_of_several_lengths_are_lists() -> None:
-    prepare(3)
-    assert run().exit_code == 0
-    appended(RUN, with_vector(1, 3))
+    if not failing:
+        appended(RUN, with_vector(1, 3))
     export("--parquet", "a.parquet")
     column = pq.read_table("a.parquet")["embedding"]
     assert column.type == pa.list_(pa.float32())
-    assert [len(vector) for vector in column.to_pylist()] == [8, 3, 8]
+    lengths = [None if vector is None else len(vector) for vector in column.to_pylist()]
+    assert lengths == ([None] * 3 if failing else [8, 3, 8])
     done = batchkit("export", "--npy").refused()
-    assert "a matrix needs vectors of one length" in done
-
-
-def test_older_records_do_not_matter() -> None:
-    """As after `retry-failed --set pooling.dimensions=…` of all rows."""
-    prepare(3)
-    assert run().exit_code == 0
+    assert "a matrix needs vectors of one length, but the run has no vectors yet, or" in done
+    # Older records do not matter: as after `retry-failed --set pooling.dimensions=…` of all rows.
     appended(RUN, *(with_vector(row, 3) for row in range(2)), line_of(record(2, None)))
     export("--npy", "a.npy")
     assert np.load("a.npy").shape == (2, 3)
@@ -225,20 +213,14 @@ def test_vector_that_is_not_there_stops_an_export_and_is_named(flag: str) -> Non
     assert "vectors/000000.arrow: is missing" in batchkit("export", "--parquet", "old").stderr
 
 
-@pytest.mark.parametrize("place", ["output/a/vectors/000000.arrow", "linked.parquet"])
-def test_export_never_writes_over_the_vectors(place: str) -> None:
+def test_the_vectors_are_not_written_over_nor_is_a_folder_that_is_mounted_read_only() -> None:
     embed()
     segment = segment_path(RUN, 0)
     os.link(segment, "linked.parquet")
-    before = segment.read_bytes()
-    assert "belongs to a run, as one of its files or its input" in batchkit(
-        "export", "--parquet", place
-    ).refused(1)
-    assert segment.read_bytes() == before
-
-
-def test_folder_that_is_mounted_read_only_is_read() -> None:
-    embed()
+    content = segment.read_bytes()
+    for place in (segment, "linked.parquet"):
+        assert "belongs to a run" in batchkit("export", "--parquet", place).refused(1)
+    assert segment.read_bytes() == content
     before = sorted(RUN.rglob("*"))
     with mounted(RUN, "--bind", "-o", "ro", source=RUN):
         export("--parquet", "a.parquet", "--npy", "a.npy")

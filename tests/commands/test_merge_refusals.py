@@ -19,10 +19,9 @@ from tests.support.merges import MERGED, files, merge, run_shards
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 
-@pytest.mark.parametrize(
-    "override", ["prompt.user=Say {{ q }}", "input.where.key=k1", "input.id=key", "run.seed=7"]
-)
+@pytest.mark.parametrize("override", ["input.where.key=k1", "run.seed=7"])
 def test_runs_of_different_jobs_are_refused_with_a_diff(override: str) -> None:
+    """Which edits make another job is in tests/execution/test_changed_job.py."""
     finished(10)
     run("--set", "name=b", "--set", override)
     before = files()
@@ -138,14 +137,6 @@ def test_damaged_record_stops_the_merge_and_leaves_nothing() -> None:
     found = merge(*shards)
     assert (found.exit_code, files()) == (1, before)
     assert f"{log}: the record at byte" in found.stderr
-
-
-def test_what_is_no_run_is_refused() -> None:
-    finished(5)
-    assert "neither a run folder" in merge("output/a", "nowhere").stderr
-    (Path("output/a") / "results.jsonl").unlink()
-    assert "results.jsonl: is missing" in merge("output/a").refused(1)
-    assert not MERGED.exists()
 
 
 def test_job_file_stands_for_no_run_while_there_are_only_shards() -> None:

@@ -257,12 +257,3 @@ def test_a_page_is_never_written_over_a_log_nor_made_of_another_folder(
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
     with pytest.raises(StoreError, match="not a run folder"):
         report(tmp_path)
-
-
-def test_rows_are_grouped_by_a_field_that_the_run_did_not_keep(tmp_path: Path) -> None:
-    made = make_run(tmp_path, rows(6, 9), right)
-    done = batchkit("score", made, "--set", "scoring.group_by=FileName", "--json")
-    groups = set(json.loads(done.stdout)["metrics"])
-    assert len(groups) > 1
-    data = data_in(report(made).path)
-    assert {row["group"] for row in data["rows"]} == groups == {*data["status"]["groups"]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -25,8 +24,8 @@ from batchkit.runs.scores import is_mixed, table_of
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest_lines import read_newest
-from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES, read_scored
+from tests.support import command_line
 from tests.support.chat_server import Refused, error, serving
 from tests.support.own_process import batchkit
 from tests.support.rows import write_jsonl
@@ -80,9 +79,8 @@ def test_a_run_scores_its_answers_and_ends_with_the_table(tmp_path: Path) -> Non
     with serving(echo) as server:
         made = table(tmp_path, ROWS, engine=engine(server))
         (tmp_path / "job.toml").write_text(tomlkit.dumps(made), encoding="utf-8")
-        done = batchkit("run", "job.toml", cwd=tmp_path)
-    assert done.returncode == 3
-    assert json.loads(done.stdout.splitlines()[-1])["ok"] == 4
+        done = command_line.batchkit("run", tmp_path / "job.toml")
+    assert (done.exit_code, done.json["ok"]) == (3, 4)
     assert [line for line in done.stderr.splitlines() if line.startswith("|")] == [
         "|           |   n |    F1 |    EM | unscored | failed |",
         "| --------- | --: | ----: | ----: | -------: | -----: |",
@@ -98,10 +96,9 @@ def test_a_run_scores_its_answers_and_ends_with_the_table(tmp_path: Path) -> Non
         "q4": ("no marker", {"f1": None, "em": None}),
         "q5": (None, {}),
     }
-    done = batchkit("score", "output/scored", "--json", cwd=tmp_path)
-    assert done.returncode == 0
+    done = command_line.batchkit("score", tmp_path / "output/scored", "--json").ok()
     assert done.stderr == ""
-    found = json.loads(done.stdout)
+    found = done.json
     facts, structure = found["metrics"]["Facts"], found["metrics"]["Structure"]
     assert (found["total"], found["scored"], found["unscored"], found["failed"]) == (5, 3, 1, 1)
     assert facts["f1"] == pytest.approx(175 / 3)
@@ -112,10 +109,12 @@ def test_a_run_scores_its_answers_and_ends_with_the_table(tmp_path: Path) -> Non
 def test_a_job_that_scores_nothing_says_nothing_of_scores(tmp_path: Path) -> None:
     said: list[str] = []
     run_job(job(tmp_path, counted(2), scoring={}), say=said.append).checked()
-    (first, _) = read_newest(tmp_path / "output/scored" / RESULTS)
+    folder = tmp_path / "output/scored"
+    (first, _) = read_newest(folder / RESULTS)
     assert said == []
-    assert "prediction" not in first
-    assert "scores" not in first
+    assert first.keys().isdisjoint(("prediction", "scores"))
+    refused = command_line.batchkit("score", folder).refused()
+    assert "set [scoring] extract, reference and scorers" in refused
 
 
 def test_a_blank_first_one_of_several_answers_is_unscored_and_the_others_are_kept(
@@ -263,10 +262,10 @@ def test_another_scoring_is_kept_by_the_run_and_secrets_stay_masked(
     made = tomlkit.dumps(table(tmp_path, counted(3), **tables))
     (tmp_path / "job.toml").write_text(made, encoding="utf-8")
     setting = ("--set", 'scoring.scorers=["numeric"]')
-    args = ("job.toml",) if is_file else (folder, *setting)
-    found = json.loads(batchkit("score", *args, "--json", cwd=tmp_path).stdout)
+    args = (tmp_path / "job.toml",) if is_file else (folder, *setting)
+    found = command_line.batchkit("score", *args, "--json").json
     assert (found["overall"]["numeric"], "em" in found["overall"]) == (100, False)
-    assert json.loads(batchkit("score", folder, "--json", cwd=tmp_path).stdout) == found
+    assert command_line.batchkit("score", folder, "--json").json == found
     assert "sk-secret" not in (folder / "job.toml").read_text()
     kept = load_job(folder / "job.toml")
     assert kept.engine.kind == "dry-run"  # the run is what it was, but for its scoring
@@ -405,18 +404,6 @@ def test_a_run_folder_may_be_moved(tmp_path: Path, answered: Path) -> None:
     assert score_run(moved, say=quiet).total == 5
     assert not answered.exists()
     assert (moved / SCORES).exists()
-
-
-def test_a_run_that_another_process_holds_is_not_scored(answered: Path) -> None:
-    with claim(answered), pytest.raises(StoreError, match="is working in this run folder"):
-        score_run(answered, say=quiet)
-
-
-def test_a_run_without_scoring_says_what_to_set(tmp_path: Path) -> None:
-    folder = run(job(tmp_path, counted(1), scoring={}))
-    done = batchkit("score", folder, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "set [scoring] extract, reference and scorers" in done.stderr
 
 
 @pytest.mark.parametrize(

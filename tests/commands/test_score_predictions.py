@@ -19,7 +19,7 @@ from batchkit.config.export_target import Target
 from batchkit.config.loading import make_job
 from batchkit.errors import JobError
 from batchkit.storage.job_toml import job_of_run
-from tests.support.own_process import batchkit
+from tests.support.command_line import batchkit
 from tests.support.rows import write_jsonl
 from tests.support.scored_runs import ROWS, completion, counted, job, quiet, run, scored, table
 
@@ -168,16 +168,14 @@ def test_predictions_from_the_command_line(tmp_path: Path) -> None:
             {"id": "?", "text": "x"},
         ],
     )
-    args = ("score", "--predictions", "made.jsonl")
-    done = batchkit(*args, "--job", "job.toml", "--json", cwd=tmp_path)
-    found = json.loads(done.stdout)
+    args = ("score", "--predictions", tmp_path / "made.jsonl")
+    done = batchkit(*args, "--job", tmp_path / "job.toml", "--json")
+    found = done.json
     assert (found["total"], found["overall"]["em"], found["missing"]) == (1, 100, 4)
     assert "1 predictions have no row in the input, for example id '?'" in done.stderr
     assert not (tmp_path / "output").exists()
-    done = batchkit(*args, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "needs the rows" in done.stderr
-    done = batchkit("score", "job.toml", *args[1:], cwd=tmp_path)
+    assert "needs the rows" in batchkit(*args).refused()
+    done = batchkit("score", tmp_path / "job.toml", *args[1:])
     assert "\n4 rows of the input have no prediction\n" in done.stdout
 
 

@@ -35,7 +35,8 @@ def run_with_pictures(n: int = 8) -> None:
     assert run().exit_code == 3
 
 
-def test_the_first_five_rows_are_shown_with_prompt_and_answer() -> None:
+def test_rows_are_shown_with_prompt_answer_and_error() -> None:
+    """The first five, all that failed, by id, or a number of them; as text or as JSON."""
     run_with_pictures()
     found = batchkit("show").ok()
     first, second, *_ = found.stdout.split("--- ")[1:]
@@ -51,10 +52,6 @@ def test_the_first_five_rows_are_shown_with_prompt_and_answer() -> None:
     assert "file = '1.png'" in second  # its fields, since it has no prompt
     assert "error template: 'q' is undefined; the row has key, file" in second
     assert found.stdout.count("--- ") == 5
-
-
-def test_failed_rows_alone() -> None:
-    run_with_pictures()
     found = batchkit("show", "--failed", RUN)
     assert re.findall(r"^--- .*", found.stdout, re.MULTILINE) == [
         "--- row 1 (id k1), failed",
@@ -62,22 +59,12 @@ def test_failed_rows_alone() -> None:
     ]
     assert "image 2.png: no such file under media.root" in found.stdout
     assert "error media: 2.png: no such file" in found.stdout
-
-
-def test_rows_by_id_and_a_number_of_rows() -> None:
-    run_with_pictures()
-    assert re.findall(r"id (k\d)", batchkit("show", "--id", "k6", "--id", "k3").stdout) == [
-        "k3",
-        "k6",
-    ]
+    by_id = batchkit("show", "--id", "k6", "--id", "k3").stdout
+    assert re.findall(r"id (k\d)", by_id) == ["k3", "k6"]
     assert batchkit("show", "-n", "2").stdout.count("--- ") == 2
     found = batchkit("show", "--id", "k3", "--id", "k9")
     assert (found.exit_code, found.stdout) == (2, "")
     assert "no record with the id k9" in found.stderr
-
-
-def test_json_has_the_records_with_their_prompts() -> None:
-    run_with_pictures()
     found = json.loads(batchkit("show", "--json", "-n", "3").stdout)
     first, _, third = found["rows"]
     assert first["prompt"] == "system: Be brief.\nuser: [image]question 0"
@@ -86,15 +73,11 @@ def test_json_has_the_records_with_their_prompts() -> None:
     assert third["images"][0]["problem"].startswith("2.png: no such file")
 
 
-def test_no_rows_to_show_is_said() -> None:
-    finished(2)
+def test_rows_are_shown_when_the_input_is_gone_or_came_from_a_program() -> None:
+    finished(3, output={"keep": ["q"]})
     found = batchkit("show", "--failed")
     assert (found.exit_code, found.stdout) == (0, "")
     assert "no row failed" in found.stderr
-
-
-def test_rows_are_shown_when_the_input_is_gone_or_came_from_a_program() -> None:
-    finished(3, output={"keep": ["q"]})
     Path("in.jsonl").unlink()
     found = batchkit("show", "-n", "1")
     assert "q = 'question 0'" in found.stdout
@@ -105,7 +88,7 @@ def test_rows_are_shown_when_the_input_is_gone_or_came_from_a_program() -> None:
 
 
 def test_watch_shows_the_state_until_the_run_has_ended() -> None:
-    prepare(60, engine={"options": {"latency_s": 0.1, "max_num_seqs": 1}}, run={"max_in_flight": 1})
+    prepare(40, engine={"options": {"latency_s": 0.1, "max_num_seqs": 1}}, run={"max_in_flight": 1})
     with begin("run", "job.toml", cwd=Path.cwd()) as running:
         until(lambda: (RUN / "results.jsonl").exists() and (RUN / "results.jsonl").stat().st_size)
         shown = begin("status", str(RUN), "--watch", cwd=Path.cwd())
@@ -118,8 +101,8 @@ def test_watch_shows_the_state_until_the_run_has_ended() -> None:
     states = [json.loads(line) for line in stdout.splitlines()]
     assert len(states) > 1
     assert states[0]["held_by"] is not None
-    assert (states[-1]["ok"], states[-1]["held_by"]) == (60, None)
-    assert states[0]["ok"] < 60
+    assert (states[-1]["ok"], states[-1]["held_by"]) == (40, None)
+    assert states[0]["ok"] < 40
 
 
 CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}}

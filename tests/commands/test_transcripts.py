@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -14,7 +13,7 @@ import tomlkit
 from batchkit.commands.demo_digits import make_recording, write_wav
 from batchkit.config.tables import JobConfig
 from batchkit.scoring import Scoring
-from tests.support.own_process import batchkit
+from tests.support.command_line import batchkit
 from tests.support.pages import data_in
 from tests.support.rows import write_jsonl
 from tests.support.view_server import Viewed, viewing
@@ -44,12 +43,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "media": {"root": "sound"},
         "speech": {"part_seconds": 8, "language": "en"},
         "engine": {"kind": "dry-run"},
+        "output": {"dir": str(place / "output")},
         "scoring": {"scorers": ["wer", "cer"], "reference": "said"},
     }
     (place / "job.toml").write_text(tomlkit.dumps(job), encoding="utf-8")
-    done = batchkit("run", "job.toml", cwd=place)
-    assert done.returncode == 3, done.stderr
-    assert json.loads(done.stdout)["ok"] == 2
+    done = batchkit("run", place / "job.toml")
+    assert (done.exit_code, done.json["ok"]) == (3, 2), done.stderr
     return place
 
 
@@ -60,9 +59,8 @@ def view(place: Path) -> Iterator[Viewed]:
 
 
 def test_each_transcript_is_a_file_of_subtitles(place: Path) -> None:
-    done = batchkit("export", "job.toml", "--srt", "--vtt", "captions", "--json", cwd=place)
-
-    assert done.returncode == 0, done.stderr
+    job = place / "job.toml"
+    batchkit("export", job, "--srt", "--vtt", place / "captions").ok()
     folder = place / "output/run/subtitles"
     assert sorted(path.name for path in folder.iterdir()) == ["talk_0.srt", "talk_1.srt"]
     text = "dry-run: no model answered row 0"
@@ -70,7 +68,7 @@ def test_each_transcript_is_a_file_of_subtitles(place: Path) -> None:
     captions = (place / "captions/talk_1.vtt").read_text()
     assert captions.startswith("WEBVTT\n\n1\n00:00:00.000 --> 00:00:0")
     assert captions.count("-->") == 2
-    taken = batchkit("export", "job.toml", "--srt", "job.toml", cwd=place)
+    taken = batchkit("export", job, "--srt", job)
     assert "job.toml: is a file; name a folder" in taken.stderr
 
 
@@ -102,7 +100,7 @@ def test_error_rates_are_over_normalised_words(
 
 
 def test_a_run_of_transcripts_has_their_error_rates(place: Path) -> None:
-    table = json.loads(batchkit("report", "output/run", "--json", cwd=place).stdout)
+    table = batchkit("report", place / "output/run", "--json").json
     assert table["overall"]["n"] == 2
     assert table["overall"]["wer"] == pytest.approx(100 * (7 + 14) / 2 / 2)
 
@@ -143,11 +141,11 @@ def test_only_a_clip_that_the_row_names_below_the_root_is_served(view: Viewed) -
 
 
 def test_a_report_holds_short_clips_and_show_names_them(place: Path) -> None:
-    assert batchkit("report", "output/run", "--output", "page.html", cwd=place).returncode == 0
+    batchkit("report", place / "output/run", "--output", place / "page.html").ok()
     rows = data_in(place / "page.html")["rows"]
     (clip,) = rows[0]["prompt"]["clips"]
     assert clip["src"].startswith("data:audio/wav;base64,UklGR")
     assert "outside media.root" in rows[2]["prompt"]["clips"][0]["problem"]
-    shown = batchkit("show", "output/run", cwd=place).stdout
+    shown = batchkit("show", place / "output/run").stdout
     assert "audio 1.wav\n(transcribe), en" in shown
     assert "12.0 s of sound, 2 generations" in shown

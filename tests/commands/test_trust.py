@@ -98,16 +98,14 @@ FOREIGN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("ours", "theirs", "line"), FOREIGN, ids=range(len(FOREIGN)))
-@pytest.mark.parametrize("target", [RUN, RUN / "job.toml", "job.toml"], ids=str)
 def test_what_only_a_run_folder_says_is_refused(
-    ours: Any, theirs: dict[str, Any], line: str, target: Path | str
+    ours: Any, theirs: dict[str, Any], line: str
 ) -> None:
     shutil.copy("solve.py", "other.py")
     began(**ours)
     changed_job(**theirs)
-    commands = [("retry-failed", str(target), "--set", "vars.a=1")]
-    if target == RUN / "job.toml":
-        commands += [("run", str(target)), ("plan", str(target))]
+    commands = [(command, str(RUN / "job.toml")) for command in ("retry-failed", "run", "plan")]
+    commands += [("retry-failed", target, "--set", "vars.a=1") for target in (str(RUN), "job.toml")]
     for command in commands:
         found = batchkit(*command).refused()
         assert "job.toml does not have the following settings, and batchkit does not trust" in found

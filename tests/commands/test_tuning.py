@@ -165,18 +165,6 @@ def no_leftovers() -> bool:
     return {path.name for path in Path().iterdir()} <= {"job.toml", "rows.jsonl", "output"}
 
 
-def test_find_bs_prints_a_table_and_a_patch() -> None:
-    ended = tried("find-bs job.toml --low 2 --high 8 --seconds 0.5").ok()
-    head, _, *rows = ended.stdout.splitlines()
-    assert head.startswith("| batch size | status |")
-    assert [row.split()[1:4:2] for row in rows[:3]] == [["2", "ok"], ["4", "ok"], ["8", "ok"]]
-    assert "best: 8" in ended.stdout
-    assert "the whole job, 400 rows" in ended.stdout
-    assert "[engine.options]\nmax_num_seqs = 8" in ended.stdout
-    assert "how many requests the engine runs at once" in ended.stderr
-    assert no_leftovers()
-
-
 def test_trials_are_kept_as_runs_and_not_measured_again() -> None:
     command = "find-bs job.toml --low 2 --seconds 0.5 --json --high"
     first = tried(f"{command} 4").json["batch_sizes"]
@@ -192,9 +180,17 @@ def test_trials_are_kept_as_runs_and_not_measured_again() -> None:
     assert tried("compare output/tried/find-bs").exit_code == 0
 
 
-def test_find_bs_json_and_write() -> None:
-    ended = tried("find-bs job.toml --low 8 --high 24 --seconds 0.5 --json --write").ok()
-    found = ended.json
+def test_find_bs_prints_a_table_and_a_patch_or_json_and_writes_the_best() -> None:
+    command = "find-bs job.toml --low 8 --high 24 --seconds 0.5"
+    ended = tried(command).ok()
+    head, _, *rows = ended.stdout.splitlines()
+    assert head.startswith("| batch size | status |")
+    assert [row.split()[1:4:2] for row in rows[:3]] == [["8", "ok"], ["16", "ok"], ["24", "ok"]]
+    assert "best: 24" in ended.stdout
+    assert "the whole job, 400 rows" in ended.stdout
+    assert "[engine.options]\nmax_num_seqs = 24" in ended.stdout
+    assert "how many requests the engine runs at once" in ended.stderr
+    found = tried(f"{command} --json --write").ok().json
     assert [line["batch_size"] for line in found["batch_sizes"]] == [8, 16, 24]
     assert all(line.keys() >= KEYS for line in found["batch_sizes"])
     assert (found["best"], found["largest"], found["rows"]) == (24, 24, 400)

@@ -84,16 +84,16 @@ def test_verify_finds_a_planted_fault(plant: Callable[[], None], found_out: dict
     assert batchkit("verify").stdout.splitlines()[-1] == "NOT SOUND"
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 7}', "null"])
-def test_verify_outlives_a_damaged_checkpoint_and_counts_torn_bytes(content: str) -> None:
+def test_verify_outlives_a_damaged_checkpoint_and_counts_torn_bytes() -> None:
     """The next start cuts them off; no finished row is in them."""
     finished(10)
     with LOG.open("ab") as log:
         log.write(b'{"index":10,"id":"1')
     found = batchkit("verify", "--json")
     assert (found.exit_code, found.json["torn_bytes"], found.json["ok"]) == (0, 19, 10)
-    (RUN / "checkpoint.json").write_text(content)
-    assert batchkit("verify", "--json").json["ok"] == 10
+    for content in ("", "[]", "{}", '{"version": 7}', "null"):
+        (RUN / "checkpoint.json").write_text(content)
+        assert batchkit("verify", "--json").json["ok"] == 10
 
 
 def test_rows_left_to_another_run_are_counted_as_skipped() -> None:

@@ -14,7 +14,6 @@ import pytest
 from PIL import Image
 
 from batchkit.commands.report import report
-from tests.support import own_process
 from tests.support.command_line import batchkit
 from tests.support.made_runs import (
     TABLE,
@@ -280,7 +279,9 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
         assert view.get("compare", a="tables", b="gone", code=404)["error"]
 
 
-def test_a_row_that_brings_its_own_messages_and_images(tmp_path: Path) -> None:
+def test_a_row_that_brings_its_own_messages_and_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw_tables(tmp_path / "image", 1)
     parts = [
         {"type": "text", "text": "See"},
@@ -303,7 +304,8 @@ engine.kind = "dry-run"
 media.root = "image"
 media.allow_urls = ["127.0.0.1"]
 """)
-    own_process.batchkit("run", "job.toml", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    batchkit("run", "job.toml")
     with viewing("job.toml", cwd=tmp_path) as view:
         prompt, refused = (view.get(f"runs/a/rows/{row}")["prompt"] for row in (0, 1))
         here, there = (view.client.get(url) for url in prompt["images"])

@@ -110,7 +110,7 @@ def test_url_with_a_secret_is_masked_at_any_key(key: str) -> None:
     setting = f"{key.removesuffix('[]')}={json.dumps(table[last])}"
     write_good = [("run", "good.toml", "--set", setting)]
     Path("good.toml").write_text(tomlkit.dumps({**made, "input": {"path": "in.jsonl"}}))
-    assert leaks(*EVERYTHING[:5], *write_good) == []
+    assert leaks(("validate", "job.toml"), ("run", "job.toml"), *write_good) == []
 
 
 @pytest.mark.parametrize(
@@ -149,11 +149,12 @@ def engine(url: str) -> dict[str, Any]:
 def test_server_that_repeats_what_it_was_sent_gives_nothing_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("MY_LOGIN", CANARY)
+    key = f'{CANARY}"x'  # JSON escapes the quote
+    monkeypatch.setenv("MY_LOGIN", key)
     monkeypatch.setenv("OTHER_API_KEY", CANARY[::-1])
 
     def repeat(status: int, text: str, body: dict[str, Any]) -> str | None:
-        raise Refused(status, error(f"{CANARY} {CANARY[::-1]}: bad {body} {URL}"))
+        raise Refused(status, error(f"{key} {CANARY[::-1]}: bad {body} {URL}"))
 
     for status in (400, 403, 500):
         with serving(functools.partial(repeat, status)) as server:
@@ -162,20 +163,6 @@ def test_server_that_repeats_what_it_was_sent_gives_nothing_away(
             assert leaks(*EVERYTHING, ("run", "job.toml", "--fresh")) == []
         files = [path for path in Path("output").rglob("*") if path.is_file()]
         assert not [path for path in files if CANARY[::-1].encode() in path.read_bytes()]
-
-
-def test_the_key_is_hidden_whatever_its_variable_is_called(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    key = f'{CANARY}"x'  # JSON escapes the quote
-    monkeypatch.setenv("MY_LOGIN", key)
-
-    def repeat(text: str, body: dict[str, Any]) -> str | None:
-        raise Refused(400, error(f"no such user: {key}"))
-
-    with serving(repeat) as server:
-        write_job(engine={**engine(server.url), "options": {"give_up_s": 0.2}})
-        assert leaks(*EVERYTHING) == []
 
 
 @pytest.mark.parametrize("name", ["a", "cookie", "authorization"])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from typing import Any
 
 import pytest
 
-from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.storage.identity import identity
-from batchkit.storage.job_toml import toml_of
 from tests.support.dry_runs import job
 
 PAIR = {"query": "{{ q }}", "documents": "{{ d }}"}
@@ -95,9 +92,3 @@ def test_what_decides_the_answers_of_a_pooling_task_is_identity() -> None:
     assert scored.job["pooling.use_activation"] is False
     assert "output.vector_dtype" not in scored.job
     assert identity(job(task="embed")).job["output.vector_dtype"] == "float32"
-
-
-def test_a_pooling_job_is_written_down_and_read_again() -> None:
-    found = job(task="score", pair=PAIR, pooling={"use_activation": False})
-    again = make_job(tomllib.loads(toml_of(found)), "job.toml")
-    assert identity(again) == identity(found)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import sys
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from subprocess import DEVNULL
 from typing import Any
 
 import pytest
 
 from batchkit.config.terminal import plain
+from tests.support import terminals
 from tests.support.chat_server import ChatServer, Refused, error, serving
 from tests.support.dry_runs import write_job
-from tests.support.forks import LightFork
-from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
@@ -30,24 +25,7 @@ ACTS = [byte for byte in map(chr, [*range(9), *range(11, 32), *range(127, 160)])
 ACTS += ["\u202e", "\u2066"]
 
 
-def on_a_terminal(*args: str) -> str:
-    """All that the command prints on a pseudo-terminal; each newline there is a carriage return too."""
-    master, terminal = pty.openpty()
-    process = LightFork(
-        [sys.executable, "-m", "batchkit", *args],
-        stdin=DEVNULL,
-        stdout=terminal,
-        stderr=terminal,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"},
-    )
-    os.close(terminal)
-    printed = b""
-    with suppress(OSError):  # Linux: nobody has the other end any more
-        while block := os.read(master, 65536):
-            printed += block
-    os.close(master)
-    process.wait(60)
-    return printed.decode()
+on_a_terminal = partial(terminals.on_a_terminal, TERM="dumb")
 
 
 def acting(printed: str) -> list[str]:
@@ -65,18 +43,7 @@ def test_plain_text_passes_as_it_is_and_json_keeps_its_meaning() -> None:
     assert plain("a\udc80") == "a\\udc80"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("validate", "job.toml"),
-        ("run", "job.toml", "--dry-run"),
-        ("run", "job.toml"),
-        ("score", "job.toml"),
-        ("report", "job.toml"),
-        ("report", "job.toml", "--json"),
-    ],
-)
-def test_a_row_can_not_act_on_the_terminal(command: tuple[str, ...]) -> None:
+def test_a_row_can_not_act_on_the_terminal() -> None:
     hostile = {"id": f"id{HOSTILE}", "q": f"q{HOSTILE}", "g": f"g{HOSTILE}", f"f{HOSTILE}": 1}
     write_jsonl(Path("rows.jsonl"), [hostile, {**hostile, "id": f"2{HOSTILE}", "bad": HOSTILE}])
     write_job(
@@ -84,12 +51,12 @@ def test_a_row_can_not_act_on_the_terminal(command: tuple[str, ...]) -> None:
         prompt={"user": "{{ q }}{% if bad is defined %}{{ q[bad] }}{% endif %}"},
         scoring={"scorers": ["em"], "reference": "q", "group_by": "g"},
     )
-    if command[0] in ("score", "report"):
-        on_a_terminal("run", "job.toml")
-    printed = on_a_terminal(*command)
-    assert acting(printed) == []
-    is_run = command == ("run", "job.toml")  # which prints nothing of a row
-    assert is_run or "\\u001b]0;owned" in printed
+    commands = ["validate", "run", "score", "report"]
+    for command in (*([name] for name in commands), ["run", "--dry-run"], ["report", "--json"]):
+        printed = on_a_terminal(command[0], "job.toml", *command[1:])
+        assert acting(printed) == []
+        # A run prints nothing of a row.
+        assert command == ["run"] or "\\u001b]0;owned" in printed, command
 
 
 def test_a_server_can_not_act_on_the_terminal() -> None:

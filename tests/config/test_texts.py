@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from batchkit.commands.validate import preview, validate
 from batchkit.config.tables import JobConfig
 from batchkit.errors import JobError
 from batchkit.execution.processor import ProductionBatchProcessor
@@ -119,16 +118,6 @@ def test_a_file_over_max_bytes_fails_its_row(root: Path) -> None:
 def test_a_path_that_is_no_template_is_refused_at_once(root: Path) -> None:
     with pytest.raises(JobError, match=r"prompt\.texts\.Table: line 1"):
         PromptRenderer(job(root, [], prompt={"texts": {"Table": "{{ file"}}))
-
-
-def test_validate_and_dry_run_see_the_texts(root: Path) -> None:
-    made = job(root, [{"file": "a.csv", "q": "why?"}, {"file": "none.csv", "q": ""}])
-    found = validate(made)
-    assert found.failed_by_kind == {"media": 1}
-    shown, failing = preview(made, 2)
-    assert shown.endswith("\nuser: x,y\n1,2\n|why?")
-    assert "would fail, media: " in failing
-    assert "none.csv" in failing
 
 
 def test_the_names_that_a_prompt_reads_are_those_of_the_row(root: Path) -> None:

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import struct
-import subprocess
-import sys
-import termios
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +13,9 @@ from tests.support import server_runs
 from tests.support.chat_server import Refused, error, serving
 from tests.support.command_line import batchkit as in_process
 from tests.support.dry_runs import RUN, prepare, write_job, write_rows
-from tests.support.forks import LightFork
 from tests.support.own_process import batchkit
-from tests.support.paths import ROOT
 from tests.support.small_vllm import SMALL
+from tests.support.terminals import on_a_terminal
 
 pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 LOG_LINE = re.compile(
@@ -31,29 +23,6 @@ LOG_LINE = re.compile(
     r" (?P<tokens>[\d,]+) output tok/s, [\d.]+ rows/s, (?P<in_flight>\d+) in flight,"
     r" [\d,]+ prompt tok/s$"
 )
-
-
-def on_a_terminal(*args: str, columns: int = 100) -> str:
-    """What ``batchkit`` writes to a terminal as its stderr."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    known = {name: value for name, value in os.environ.items() if name != "TMUX"}
-    process = LightFork(
-        [sys.executable, "-m", "batchkit", *args],
-        stdout=subprocess.DEVNULL,
-        stderr=theirs,
-        env={**known, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
-    )
-    os.close(theirs)
-    written = b""
-    try:
-        while block := os.read(ours, 65536):
-            written += block
-    except OSError:  # the other end is closed
-        pass
-    os.close(ours)
-    process.wait(60)
-    return written.decode()
 
 
 def slow(**options: Any) -> dict[str, Any]:
@@ -69,7 +38,7 @@ def frames(written: str) -> list[str]:
 def test_the_line_fits_the_terminal_and_failures_stand_first(columns: int) -> None:
     write_rows([{"other": 1}, *({"q": "x"} for _ in range(4))])
     write_job(engine=slow(), run={"max_in_flight": 1, "checkpoint_interval_s": 0.2})
-    written = on_a_terminal("run", "job.toml", columns=columns)
+    written = on_a_terminal("run", "job.toml", columns=columns, stderr_only=True)
     bars = [frame for frame in frames(written) if re.match(r"[\d,]+ failed, ", frame)]
     assert max(map(len, bars)) <= columns
     assert bars[-1].startswith("1 failed, 5 of 5 rows")
@@ -115,7 +84,7 @@ def test_seconds_pass_on_the_screen_while_a_model_loads(demo_model: Path) -> Non
     prepare(1, engine={"kind": "vllm", "model": str(demo_model), "options": SMALL})
     RUN.mkdir(parents=True)
     (RUN / "engine.log").write_text("BrokenPipeError: of an earlier start\n")
-    written = on_a_terminal("run", "job.toml")
+    written = on_a_terminal("run", "job.toml", stderr_only=True)
     assert "BrokenPipeError" not in written
     seconds = [int(n) for n in re.findall(r"loading the model, (\d+) s", written)]
     assert len(seconds) >= 2

@@ -31,8 +31,8 @@ from tests.support.api_server import (
     serving,
     submit,
 )
+from tests.support.command_line import batchkit
 from tests.support.mounts import small_disk
-from tests.support.own_process import batchkit
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -385,11 +385,9 @@ def test_an_upload_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_key_sees_only_what_is_its_own(tmp_path: Path) -> None:
-    keys = ("--api-key-file", "keys.txt")
+    keys = ("--api-key-file", tmp_path / "keys.txt")
     one, other = new_keys("one", "other", cwd=tmp_path)
-    again = batchkit("serve", *keys, "--new-key", "one", cwd=tmp_path)
-    assert again.returncode == 2
-    assert "has a key 'one'" in again.stderr
+    assert "has a key 'one'" in batchkit("serve", *keys, "--new-key", "one").refused()
     text = (tmp_path / "keys.txt").read_text()
     assert one not in text
     assert (tmp_path / "keys.txt").stat().st_mode & 0o077 == 0
@@ -439,7 +437,7 @@ def test_a_key_sees_only_what_is_its_own(tmp_path: Path) -> None:
 
 
 def test_a_key_has_limits(tmp_path: Path) -> None:
-    keys = ("--api-key-file", "keys.txt")
+    keys = ("--api-key-file", tmp_path / "keys.txt")
     (key,) = new_keys("one", cwd=tmp_path)
     file = tmp_path / "keys.txt"
     file.write_text(f"{file.read_text().strip()} batches=1 rows=700\n")
@@ -474,7 +472,7 @@ def test_a_key_has_limits(tmp_path: Path) -> None:
         client.files.delete(made.id)
         client.files.create(file=b"x" * 600, purpose="vision")
     file.write_text(file.read_text().replace("bytes=1000", "bytes=some"))
-    assert "line 1 is not a key" in batchkit("serve", *DRY, *keys, cwd=tmp_path).stderr
+    assert "line 1 is not a key" in batchkit("serve", *DRY, *keys).stderr
 
 
 @pytest.mark.release
@@ -492,9 +490,7 @@ def test_a_full_disk_makes_batches_wait(tmp_path: Path) -> None:
             (disk / "ballast").unlink()
             lines = content(client, ended(client, batch).output_file_id)
             assert sorted(int(line["custom_id"]) for line in lines) == list(range(10_000))
-        assert (
-            batchkit("serve", "--check", "--folder", disk / "serve", cwd=tmp_path).returncode == 0
-        )
+        assert batchkit("serve", "--check", "--folder", disk / "serve").exit_code == 0
 
 
 def test_a_head_without_an_end_is_refused(served: Served) -> None:
@@ -506,29 +502,23 @@ def test_a_head_without_an_end_is_refused(served: Served) -> None:
 
 
 def test_others_need_a_key(tmp_path: Path) -> None:
-    refused = batchkit("serve", *DRY, "--host", "0.0.0.0", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "--new-key" in refused.stderr
+    args = (*DRY, "--host", "0.0.0.0", "--folder", tmp_path / "serve")
+    assert "--new-key" in batchkit("serve", *args).refused()
 
 
-def test_a_second_server_on_the_folder_is_refused(tmp_path: Path) -> None:
-    with serving(*DRY, cwd=tmp_path):
-        second = batchkit("serve", *DRY, "--port", "0", cwd=tmp_path)
-    assert second.returncode == 1
-    assert "another server works with this folder" in second.stderr
-
-
-def test_check_reports_what_differs(tmp_path: Path) -> None:
+def test_a_folder_has_one_server_and_check_reports_what_differs(tmp_path: Path) -> None:
+    folder = tmp_path / "output/serve"
     with serving(*DRY, cwd=tmp_path) as served, served.client() as client:
         batch = ended(client, submit(client, [ask("a"), ask("b")]))
-    fine = batchkit("serve", "--check", cwd=tmp_path)
-    assert (fine.returncode, fine.stdout) == (0, "output/serve: 2 files, 1 batches, no problem\n")
-    folder = tmp_path / "output/serve"
+        second = batchkit("serve", *DRY, "--port", "0", "--folder", folder).refused(1)
+        assert "another server works with this folder" in second
+    fine = batchkit("serve", "--check", "--folder", folder).ok()
+    assert fine.stdout == f"{folder}: 2 files, 1 batches, no problem\n"
     (folder / "files" / str(batch.output_file_id)).write_bytes(b"short")
     (folder / "files" / "stray").write_bytes(b"")
     (folder / "batches" / batch.id / "results.jsonl").write_bytes(b"")
-    bad = batchkit("serve", "--check", cwd=tmp_path)
-    assert bad.returncode == 1
+    bad = batchkit("serve", "--check", "--folder", folder)
+    assert bad.exit_code == 1
     assert bad.stdout.count("\n  ") == 3, bad.stdout
 
 

@@ -25,8 +25,8 @@ from tests.support.api_server import (
     serving,
     submit,
 )
+from tests.support.command_line import batchkit
 from tests.support.forks import Fork
-from tests.support.own_process import batchkit
 from tests.support.paths import ROOT
 from tests.support.waiting import until
 
@@ -169,8 +169,8 @@ def test_a_row_that_kills_the_engine_fails_alone_beside_another_batch(
         assert len(content(client, with_bad.output_file_id)) == 200
         (line,) = content(client, with_bad.error_file_id)
         assert (line["custom_id"], line["error"]["code"]) == ("bad", "engine_crash")
-    checked = batchkit("serve", "--check", cwd=tmp_path)
-    assert checked.returncode == 0, checked.stdout
+    checked = batchkit("serve", "--check", "--folder", tmp_path / "output/serve")
+    assert checked.exit_code == 0, checked.stdout
 
 
 def test_completions_and_responses_are_served_too(client: openai.OpenAI, demo_model: Path) -> None:

@@ -32,8 +32,8 @@ from tests.support.api_server import (
 )
 from tests.support.chat_server import MODEL
 from tests.support.chat_server import serving as chat_serving
+from tests.support.command_line import batchkit
 from tests.support.forks import Fork
-from tests.support.own_process import batchkit
 from tests.support.pooling_models import build_embedding_model
 from tests.support.small_vllm import SMALL, TEXT_ONLY
 from tests.support.waiting import until
@@ -226,5 +226,5 @@ def test_several_models_one_loaded_at_a_time(tmp_path: Path, text_model: Path) -
         }.values():
             failed = ended(client, submit(client, wrong))
             assert [fault.code for fault in faults_of(failed)] == [code]
-    twice = batchkit("serve", "chat.toml", "chat.toml", cwd=tmp_path)
-    assert (twice.returncode, "two models have the name" in twice.stderr) == (2, True)
+    job = tmp_path / "chat.toml"
+    assert "two models have the name" in batchkit("serve", job, job).refused()

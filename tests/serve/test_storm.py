@@ -24,8 +24,8 @@ from tests.support.api_server import (
     submit,
     texts_of,
 )
+from tests.support.command_line import batchkit
 from tests.support.forks import Fork
-from tests.support.own_process import batchkit
 
 pytestmark = [pytest.mark.vllm, pytest.mark.release]
 _IS_FULL = os.environ.get("SERVE_STORM") == "full"
@@ -73,7 +73,7 @@ def test_storm_of_kills(tmp_path: Path, demo_model: Path) -> None:
         undisturbed = ended(clients[0], everything, within_s=LONG_S)
         assert len(lines) == len(texts_of(lines)) == N_ROWS
         assert texts_of(lines) == texts_of(content(clients[0], undisturbed.output_file_id))
-    checked = batchkit("serve", "--check", cwd=tmp_path)
-    assert checked.returncode == 0, checked.stdout
+    checked = batchkit("serve", "--check", "--folder", tmp_path / "output/serve")
+    assert checked.exit_code == 0, checked.stdout
     audits = [Run(tmp_path / "output/serve/batches" / name).verify() for name in made.values()]
     assert sum(audit.records for audit in audits) == N_ROWS, "a row was run twice"

@@ -13,7 +13,7 @@ import pytest
 from openai import InvalidWebhookSignatureError, OpenAI
 
 from tests.support.api_server import Served, ended, request, serving, submit
-from tests.support.own_process import batchkit
+from tests.support.command_line import batchkit
 from tests.support.waiting import until
 from tests.support.web import Page, web_server
 
@@ -109,9 +109,8 @@ def test_what_was_not_taken_is_sent_again_also_after_a_kill(
     ],
 )
 def test_a_webhook_that_can_not_be_is_refused(
-    tmp_path: Path, url: str, secret: str, found: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, secret: str, found: str
 ) -> None:
-    environment = {"BATCHKIT_WEBHOOK_SECRET": secret}
-    refused = batchkit("serve", *DRY, "--webhook", url, cwd=tmp_path, **environment)
-    assert refused.returncode == 2
-    assert found in refused.stderr
+    monkeypatch.setenv("BATCHKIT_WEBHOOK_SECRET", secret)
+    refused = batchkit("serve", *DRY, "--webhook", url, "--folder", tmp_path / "serve").refused()
+    assert found in refused

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from batchkit.errors import InputError
+from tests.support.command_line import batchkit
 from tests.support.model_runs import write_job
-from tests.support.own_process import batchkit
 from tests.support.sources import rows_of, write
 
 GZIP = partial(gzip.compress, mtime=0)
@@ -113,28 +113,26 @@ def make(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "path", "name", "kind"),
+    ("path", "name", "kind"),
     [
-        ("run", "rows.jsonl", "rows.jsonl", FIFO),
-        ("validate", "rows.jsonl", "rows.jsonl", FIFO),
-        ("run", "rows.csv", "rows.csv", SOCKET),
-        ("run", "rows.parquet", "rows.parquet", DEVICE),
-        ("run", "rows.jsonl.gz", "rows.jsonl.gz", FIFO),
-        ("run", "part-*.jsonl", "part-1.jsonl", FIFO),
-        ("run", "part-0.jsonl", "user.txt", FIFO),
-        ("run", "part-0.jsonl", "user.txt", DEVICE),
+        ("rows.jsonl", "rows.jsonl", FIFO),
+        ("rows.csv", "rows.csv", SOCKET),
+        ("rows.parquet", "rows.parquet", DEVICE),
+        ("rows.jsonl.gz", "rows.jsonl.gz", FIFO),
+        ("part-*.jsonl", "part-1.jsonl", FIFO),
+        ("part-0.jsonl", "user.txt", FIFO),
+        ("part-0.jsonl", "user.txt", DEVICE),
     ],
 )
-def test_what_is_no_file_is_refused_at_once(
-    tmp_path: Path, command: str, path: str, name: str, kind: str
-) -> None:
-    write(tmp_path, "part-0.jsonl", '{"q": 1}\n')
+@pytest.mark.timeout(20)
+@pytest.mark.usefixtures("in_an_empty_folder")
+def test_what_is_no_file_is_refused_at_once(path: str, name: str, kind: str) -> None:
+    write(Path(), "part-0.jsonl", '{"q": 1}\n')
     if name != "user.txt":
-        write(tmp_path, "user.txt", "{{ q }}")
-    make(tmp_path / name, kind)
+        write(Path(), "user.txt", "{{ q }}")
+    make(Path(name), kind)
     prompt, engine = {"user_file": "user.txt"}, {"kind": "dry-run"}
-    write_job(tmp_path, input={"path": path}, prompt=prompt, engine=engine)
-    ended = batchkit(command, "job.toml", cwd=tmp_path, timeout_s=20)
-    assert ended.returncode == 2
-    assert f"{name}: can't be read: {kind}, not a file" in ended.stderr
-    assert not (tmp_path / "output").exists()
+    write_job(Path(), input={"path": path}, prompt=prompt, engine=engine)
+    refused = batchkit("run", "job.toml").refused()
+    assert f"{name}: can't be read: {kind}, not a file" in refused
+    assert not Path("output").exists()

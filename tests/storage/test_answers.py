@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from hashlib import blake2b
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -172,15 +171,6 @@ def test_of_two_hashes_with_the_same_first_8_bytes_none_gets_the_answer_of_the_o
 
 
 # Growing
-
-
-def test_lines_written_later_are_found_after_an_update(log: Path, opened: Opened) -> None:
-    index = opened()
-    for begin, end in pairwise((0, 1, 2, 10, 500)):
-        append(log, lines(range(begin, end)))
-        assert found(index, hash_of(end - 1)) is None
-        index.update()
-    assert missing(index, range(500)) == []
 
 
 def test_the_table_grows_over_several_sizes(log: Path, opened: Opened) -> None:

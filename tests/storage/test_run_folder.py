@@ -61,22 +61,6 @@ def test_run_that_lost_its_lock_stops_and_writes_nothing_more(start: Any) -> Non
     assert verify()["checkpoint_matches"]
 
 
-def test_run_that_lost_its_lock_leaves_the_other_ones_manifest(start: Any) -> None:
-    options = {"kind": "dry-run", "options": {"latency_s": 60}}
-    prepare(5, engine=options, run={"checkpoint_interval_s": 2})
-    first = start("run", "job.toml")
-    log = RUN / "run.log"
-    until(lambda: log.exists() and "generating" in log.read_text())
-    (RUN / ".lock").unlink()
-    write_job(prompt={"user": "another {{ q }}"})
-    assert run("--fresh").exit_code == 0
-    ours = manifest()
-    assert first.wait(timeout=60) == 1
-    said = Path("stderr-0").read_text()
-    assert "another process may be working" in said
-    assert manifest() == ours
-
-
 def test_scoring_that_lost_its_lock_writes_nothing_more() -> None:
     """Another process may have begun a run there meanwhile."""
     prepare(3, scoring={"extract": "text", "scorers": ["em"]})

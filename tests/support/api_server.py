@@ -17,8 +17,9 @@ from openai import OpenAI
 from openai.types import Batch
 from openai.types.batch_error import BatchError
 
+from tests.support.command_line import batchkit
 from tests.support.forks import LightFork
-from tests.support.own_process import batchkit, begin
+from tests.support.own_process import begin
 from tests.support.small_vllm import SMALL
 from tests.support.waiting import until
 
@@ -70,8 +71,8 @@ def serving(*args: str | Path, cwd: Path, start: type[Any] = LightFork) -> Itera
 
 def new_keys(*names: str, cwd: Path) -> list[str]:
     """A key of each name, in ``keys.txt``."""
-    args = ("serve", "--api-key-file", "keys.txt", "--new-key")
-    return [batchkit(*args, name, cwd=cwd).stdout.strip() for name in names]
+    args = ("serve", "--api-key-file", cwd / "keys.txt", "--new-key")
+    return [batchkit(*args, name).stdout.strip() for name in names]
 
 
 def request(custom_id: str, model: str, text: Any = "Hello", **body: Any) -> dict[str, Any]:

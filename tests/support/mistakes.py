@@ -30,6 +30,7 @@ kind = "dry-run"
 [output]
 keep = ["label"]
 """
+NO_PROMPT = JOB.replace('[prompt]\nuser = "Mood? {{ review }}"\n', "")
 DRY = "--set engine.kind=dry-run --set 'engine.options={}'"
 ONE_LINE = f"run --model batchkit-demo --input reviews.csv {DRY}"
 
@@ -75,6 +76,12 @@ def check(mistake: Mistake) -> None:
     assert [said for said in each(mistake.says) if not matches(said, printed)] == [], printed
     assert [said for said in each(mistake.never) if said in printed] == [], printed
     assert ended.exit_code == mistake.exit_code, printed
+
+
+def job_of_steps(**prompts: str) -> str:
+    """The job with a step for each prompt, by the step's name."""
+    steps = (f'[[steps]]\nname = "{name}"\nprompt.user = "{of}"\n' for name, of in prompts.items())
+    return NO_PROMPT + "".join(steps)
 
 
 def each(texts: str | tuple[str, ...]) -> tuple[str, ...]:

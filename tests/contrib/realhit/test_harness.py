@@ -14,7 +14,7 @@ from batchkit.config.export_target import Target
 from batchkit.errors import InputError, StoreError
 from batchkit.storage.job_toml import job_of_run
 from tests.support.chat_server import serving
-from tests.support.own_process import batchkit
+from tests.support.command_line import batchkit
 from tests.support.scored_runs import echo, engine, job, quiet, run
 
 pytestmark = pytest.mark.slow
@@ -58,8 +58,7 @@ def realhit(tmp_path: Path) -> Path:
 
 
 def test_the_harness_s_file_agrees_with_the_table(tmp_path: Path, realhit: Path) -> None:
-    done = batchkit("export", realhit, "--realhit", "out", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    batchkit("export", realhit, "--realhit", tmp_path / "out", "--json").ok()
     (path,) = (tmp_path / "out").glob("results_*.json")
     content = json.loads(path.read_text())
     found = score_run(realhit, say=quiet).to_json()["metrics"]
