@@ -43,16 +43,22 @@ LAUNCHER = "batchkit.isolation.server"
 COMMANDS = (
     "batchkit.cli",
     "batchkit.commands.export",
+    "batchkit.commands.report",
     "batchkit.commands.run",
+    "batchkit.commands.view.server",
     "batchkit.runs.status",
     "batchkit.engines.dry_run",
     "batchkit.engines.openai",
     "batchkit.execution.processor",
+    "batchkit.serve.batch_routes",
+    "batchkit.serve.file_routes",
+    "batchkit.serve.server",
     "batchkit.sources.lines",
     "numpy",
     "psutil",
     "rouge_score.rouge_scorer",
     "sacrebleu.metrics.bleu",
+    "uvicorn.protocols.http.h11_impl",
 )
 # What an engine of the tests imports beyond ``preload_engine``.
 MODELS = (
