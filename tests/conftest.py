@@ -48,10 +48,11 @@ hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same")
 
 NEEDS = ("ray", "vllm", "real", "release", "browser", "slow")  # what takes longest begins first
-QUICK, RELEASE = "not slow", "release"
+QUICK, USUAL, RELEASE = "not slow", "not release and not real", "release"
 HEAVY = {"ray", "torch", "transformers", "vllm"}
-MEMORY = Path("/dev/shm")  # for the quick tests, whose files are fsynced: 2 ms each on a disk
-LEFT_OUT = {QUICK: NEEDS, "not release and not real": ("release", "real")}  # files with these marks
+MEMORY = Path("/dev/shm")  # for files that are fsynced again and again: 2 ms each on a disk
+ROOM_GIB = {QUICK: 2, USUAL: 8}  # more than what is there at once, with some for vLLM and Ray
+LEFT_OUT = {QUICK: NEEDS, USUAL: ("release", "real")}  # files with these marks
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,17 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the process that starts pytest-xdist's
         # A shell's background job ignores it, and so would all that is started from here.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        in_memory = config.option.markexpr == QUICK and has_room(MEMORY)
+        in_memory = has_room(MEMORY, ROOM_GIB.get(config.option.markexpr))
         folder = tempfile.mkdtemp(prefix="batchkit-tests-", dir=MEMORY if in_memory else None)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         offer(Path(folder, "forks"))
 
 
-def has_room(folder: Path) -> bool:
-    """Whether it is one for temporary files, with more free than what the quick tests leave until their end."""
+def has_room(folder: Path, gib: int | None) -> bool:
+    """Whether it is one for temporary files, with as much free; False for tests that have no such number."""
     is_there = "TMPDIR" not in os.environ and os.access(folder, os.W_OK)
-    return is_there and shutil.disk_usage(folder).free > 2 * 2**30
+    return is_there and gib is not None and shutil.disk_usage(folder).free > gib * 2**30
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
