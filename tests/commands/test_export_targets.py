@@ -31,23 +31,22 @@ def stored(path: str) -> bytes:
     return found
 
 
-@pytest.mark.parametrize(
-    ("args", "files"),
-    [
-        ([str(RUN), "a.parquet", "b.csv"], ["a.parquet", "b.csv"]),
+def test_the_suffix_or_as_names_the_format() -> None:
+    own = f"{RUN}/results.parquet"
+    for args, files in (
+        ([RUN, "a.parquet", "b.csv"], ["a.parquet", "b.csv"]),
         (["c.jsonl"], ["c.jsonl"]),
         (["job.toml", "d.csv"], ["d.csv"]),
-        ([str(RUN), "out.jsonl", "--as", "openai"], ["out.jsonl", "out.errors.jsonl"]),
-        ([str(RUN), "--as", "parquet"], [f"{RUN}/results.parquet"]),
-        (["--parquet", str(RUN)], [f"{RUN}/results.parquet"]),
-        ([str(RUN), "e.csv", "--parquet"], ["e.csv", f"{RUN}/results.parquet"]),
-    ],
-)
-def test_the_suffix_or_as_names_the_format(args: list[str], files: list[str]) -> None:
-    ended = batchkit("export", *args, "--json").ok()
-    shown = [json.loads(line)["path"] for line in ended.stdout.splitlines()]
-    assert sorted(shown) == sorted(files)
-    assert all(Path(file).is_file() for file in files)
+        ([RUN, "out.jsonl", "--as", "openai"], ["out.jsonl", "out.errors.jsonl"]),
+        ([RUN, "--as", "parquet"], [own]),
+        (["--parquet", RUN], [own]),
+        ([RUN, "e.csv", "--parquet"], ["e.csv", own]),
+    ):
+        ended = batchkit("export", *args, "--json").ok()
+        shown = [json.loads(line)["path"] for line in ended.stdout.splitlines()]
+        assert sorted(shown) == sorted(files)
+        for file in files:
+            Path(file).unlink()
 
 
 def test_an_address_gets_the_file() -> None:

@@ -148,13 +148,14 @@ def test_a_template_has_five_seconds_and_the_page_ends_while_one_renders() -> No
     assert stderr == ""
 
 
-@pytest.mark.parametrize(
-    "name", ["results.jsonl", "job.toml", "steps.jsonl", "scores.jsonl", ".lock"]
-)
-def test_a_pipe_in_place_of_a_file_keeps_no_page_waiting(name: str) -> None:
-    finished(2)
-    (RUN / name).unlink(missing_ok=True)
-    os.mkfifo(RUN / name)
+def test_a_pipe_in_place_of_a_file_keeps_no_page_waiting() -> None:
+    names = ("results.jsonl", "job.toml", "steps.jsonl", "scores.jsonl", ".lock")
+    for number, name in enumerate(names):
+        finished(2, name=f"r{number}")
+        file = Path(f"output/r{number}", name)
+        file.unlink(missing_ok=True)
+        os.mkfifo(file)
+    paths = [f"runs/r{number}{more}" for number in range(len(names)) for more in ("", *PARTS)]
     with viewing("output", cwd=Path.cwd()) as view:
-        for path in ("runs", *("runs/a" + more for more in ("", *PARTS))):
-            assert view.client.get(f"/api/{path}").status_code in (200, 409)
+        for path in ("runs", *paths):
+            assert view.client.get(f"/api/{path}").status_code in (200, 409), path

@@ -181,22 +181,22 @@ def test_trials_are_kept_as_runs_and_not_measured_again() -> None:
 
 
 def test_find_bs_prints_a_table_and_a_patch_or_json_and_writes_the_best() -> None:
-    command = "find-bs job.toml --low 8 --high 24 --seconds 0.5"
+    command = "find-bs job.toml --low 4 --high 12 --seconds 0.5"
     ended = tried(command).ok()
     head, _, *rows = ended.stdout.splitlines()
     assert head.startswith("| batch size | status |")
-    assert [row.split()[1:4:2] for row in rows[:3]] == [["8", "ok"], ["16", "ok"], ["24", "ok"]]
-    assert "best: 24" in ended.stdout
+    assert [row.split()[1:4:2] for row in rows[:3]] == [["4", "ok"], ["8", "ok"], ["12", "ok"]]
+    assert "best: 12" in ended.stdout
     assert "the whole job, 400 rows" in ended.stdout
-    assert "[engine.options]\nmax_num_seqs = 24" in ended.stdout
+    assert "[engine.options]\nmax_num_seqs = 12" in ended.stdout
     assert "how many requests the engine runs at once" in ended.stderr
     found = tried(f"{command} --json --write").ok().json
-    assert [line["batch_size"] for line in found["batch_sizes"]] == [8, 16, 24]
+    assert [line["batch_size"] for line in found["batch_sizes"]] == [4, 8, 12]
     assert all(line.keys() >= KEYS for line in found["batch_sizes"])
-    assert (found["best"], found["largest"], found["rows"]) == (24, 24, 400)
+    assert (found["best"], found["largest"], found["rows"]) == (12, 12, 400)
     assert found["estimated_seconds"] > 0
     assert found["bottleneck"].keys() == {"resource", "reason"}
-    assert Path("job.toml").read_text() == JOB.replace("seqs = 8", "seqs = 24")
+    assert Path("job.toml").read_text() == JOB.replace("seqs = 8", "seqs = 12")
     assert no_leftovers()
 
 

@@ -231,19 +231,14 @@ def test_damage_is_reported_until_it_is_repaired(view: Viewed) -> None:
     assert view.indexes(limit=500) == [*range(40)]
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "job.toml", "results.jsonl"])
-def test_a_file_that_is_no_file_of_a_run(view: Viewed, name: str) -> None:
-    finished(4)
-    (RUN / name).write_bytes(b"\0\xff nothing\n")
-    answer = view.client.get("/api/runs/a/rows")
-    if name == "results.jsonl":
-        assert answer.json()["rows"] == []
-    elif name == "job.toml":
-        assert answer.status_code == 409
-        assert "job.toml" in answer.json()["error"]
-    else:
-        assert "manifest.json" in view.get("runs")[0]["error"]
-        assert "manifest.json" in view.get("runs/a", 409)["error"]
+def test_a_file_that_is_no_file_of_a_run(view: Viewed) -> None:
+    for name in ("manifest.json", "job.toml", "results.jsonl"):
+        finished(4, name=name[0])
+        Path("output", name[0], name).write_bytes(b"\0\xff nothing\n")
+    assert view.get("runs/r/rows")["rows"] == []
+    assert "job.toml" in view.get("runs/j/rows", 409)["error"]
+    assert "manifest.json" in view.get("runs/m", 409)["error"]
+    assert any("manifest.json" in each.get("error", "") for each in view.get("runs"))
 
 
 def test_a_run_that_can_not_be_written_is_shown(tmp_path: Path) -> None:
@@ -266,8 +261,9 @@ def test_it_ends_at_once_while_a_page_is_open(tmp_path: Path, signum: signal.Sig
     assert stderr == ""
 
 
-@pytest.mark.parametrize("host", ["", "203.0.113.9", "no-such-host.invalid", "2001:db8::9"])
-def test_a_host_that_is_not_this_machine_or_a_port_that_is_taken(view: Viewed, host: str) -> None:
-    wanted = ("--host", host) if host else ("--port", view.url.rstrip("/").rpartition(":")[2])
-    refused = batchkit("view", *wanted, "--no-browser").refused()
-    assert f"{' '.join(wanted)}: can't listen on this address" in refused
+def test_a_host_that_is_not_this_machine_or_a_port_that_is_taken(view: Viewed) -> None:
+    hosts = ("203.0.113.9", "no-such-host.invalid", "2001:db8::9")
+    taken = ("--port", view.url.rstrip("/").rpartition(":")[2])
+    for wanted in (taken, *(("--host", host) for host in hosts)):
+        refused = batchkit("view", *wanted, "--no-browser").refused()
+        assert f"{' '.join(wanted)}: can't listen on this address" in refused

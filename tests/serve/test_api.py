@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from tests.support.api_server import (
 )
 from tests.support.command_line import batchkit
 from tests.support.mounts import small_disk
+from tests.support.paths import ROOT
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -101,32 +103,17 @@ def test_all_objects_are_those_of_the_sdk(client: OpenAI, served: Served) -> Non
         )
 
 
-def test_the_example_of_openais_guide(tmp_path: Path) -> None:
-    """https://platform.openai.com/docs/guides/batch, as it is there."""
-    lines = (
-        b'{"custom_id": "request-1", "method": "POST", "url": "/v1/chat/completions", "body": {"model":'
-        b' "gpt-3.5-turbo-0125", "messages": [{"role": "system", "content": "You are a helpful assistant."},'
-        b'{"role": "user", "content": "Hello world!"}],"max_tokens": 1000}}\n'
-        b'{"custom_id": "request-2", "method": "POST", "url": "/v1/chat/completions", "body": {"model":'
-        b' "gpt-3.5-turbo-0125", "messages": [{"role": "system", "content": "You are an unhelpful'
-        b' assistant."},{"role": "user", "content": "Hello world!"}],"max_tokens": 1000}}'
-    )
-    (tmp_path / "batchinput.jsonl").write_bytes(lines)
-    model = ("--set", "engine.kind=dry-run", "--model", "gpt-3.5-turbo-0125")
-    with serving(*model, cwd=tmp_path) as served, served.client() as client:
-        batch_input_file = client.files.create(file=tmp_path / "batchinput.jsonl", purpose="batch")
-        batch = client.batches.create(
-            input_file_id=batch_input_file.id,
-            endpoint="/v1/chat/completions",
-            completion_window="24h",
-            metadata={"description": "nightly eval job"},
-        )
-        batch = ended(client, batch)
-        assert batch.output_file_id is not None
-        text = client.files.content(batch.output_file_id).text
-        names = [json.loads(line)["custom_id"] for line in text.splitlines()]
-        assert names == ["request-1", "request-2"]
-        assert [one.id for one in client.batches.list(limit=10)] == [batch.id]
+def test_the_example_of_the_page_does_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs/serving.md").read_text()
+    (program,) = re.findall(r"```python\n(import time.*?)```", page, re.DOTALL)
+    (line,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "batch.jsonl").write_text(line)
+    monkeypatch.chdir(tmp_path)
+    with serving("--model", "batchkit-demo", *DRY[:2], cwd=tmp_path) as served:
+        exec(program.replace("http://127.0.0.1:8080/", served.url), {})
+    assert '"custom_id":"1"' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
