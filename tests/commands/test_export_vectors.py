@@ -218,7 +218,7 @@ def test_the_vectors_are_not_written_over_nor_is_a_folder_that_is_mounted_read_o
     segment = segment_path(RUN, 0)
     os.link(segment, "linked.parquet")
     content = segment.read_bytes()
-    for place in (segment, "linked.parquet"):
+    for place in (segment, segment.with_name("a.parquet"), "linked.parquet"):
         assert "belongs to a run" in batchkit("export", "--parquet", place).refused(1)
     assert segment.read_bytes() == content
     before = sorted(RUN.rglob("*"))

@@ -180,8 +180,8 @@ def test_large_run_shows_a_sample_and_counts_everything(tmp_path: Path) -> None:
     (note,) = [note for note in data["status"]["notes"] if "The list below" in note]
     assert f"holds {MAX_ROWS:,} of {n:,} rows: all {failed:,} failed ones and a random" in note
     assert data["status"]["ok"] + data["status"]["failed"] == n
-    again = data_in(report(run, tmp_path / "again.html").path)
-    assert again["rows"] == data["rows"]  # seeded
+    left_out = {*range(n)} - {row["record"]["index"] for row in data["rows"]}
+    assert sorted(left_out)[:3] == [23, 31, 48], "seeded"
 
 
 def test_long_texts_are_cut_in_the_middle(tmp_path: Path) -> None:

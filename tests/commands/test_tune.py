@@ -95,6 +95,11 @@ def test_the_fastest_options_are_found_compared_and_written() -> None:
     page = MEMORY.with_name("trials.html").read_text()
     assert page.count("<circle") == len(ok)
     assert f"max_num_seqs = {size}" in page
+    # A run says so as long as the job lacks it.
+    assert "tune found" not in batchkit("run", "job.toml").ok().stderr
+    Path("job.toml").write_text(JOB)
+    ended = batchkit("run", "job.toml", "--fresh").ok()
+    assert f"tune found max_num_seqs = {size} to be" in ended.stderr
 
 
 def test_a_default_that_is_best_stays() -> None:
@@ -245,15 +250,6 @@ def test_a_gain_within_the_noise_is_none() -> None:
     assert not tuned.is_gain
     assert "may be chance; keep the default" in tuned.to_text()
     assert (tuned.to_json()["best"]["options"], tuned.to_json()["ratio"]) == ({}, 1.0)
-
-
-def test_a_run_says_what_was_found_as_long_as_the_job_lacks_it() -> None:
-    size = found()["best"]["options"]["max_num_seqs"]
-    ended = batchkit("run", "job.toml")
-    assert f"tune found max_num_seqs = {size} to be" in ended.stderr
-    found("--write")
-    ended = batchkit("run", "job.toml", "--fresh")
-    assert (ended.exit_code, "tune found" in ended.stderr) == (0, False)
 
 
 def write_vllm_job(model: Path) -> None:

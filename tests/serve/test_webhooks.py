@@ -53,23 +53,24 @@ def listener() -> Listener:
 @pytest.fixture
 def server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], AbstractContextManager[Served]]:
+) -> Callable[..., AbstractContextManager[Served]]:
     monkeypatch.setenv("BATCHKIT_WEBHOOK_SECRET", SECRET)
-    return lambda url: serving(*DRY, "--webhook", url, cwd=tmp_path)
+    return lambda url, *more: serving(*DRY, "--webhook", url, *more, cwd=tmp_path)
 
 
 def test_each_end_of_a_batch_is_told_once(
-    listener: Listener, server: Callable[[str], AbstractContextManager[Served]]
+    listener: Listener, server: Callable[..., AbstractContextManager[Served]]
 ) -> None:
     def ask(n: int, model: str = "tiny") -> list[dict[str, Any]]:
-        return [request(str(row), model) for row in range(n)]
+        return [request(str(row), model, f"Row {row}") for row in range(n)]
 
-    with web_server(listener) as url, server(url) as served, served.client() as client:
+    slow = ("--set", "engine.options={latency_s = 0.5, max_num_seqs = 4}")
+    with web_server(listener) as url, server(url, *slow) as served, served.client() as client:
         told = {}
         told[ended(client, submit(client, ask(1))).id] = "batch.completed"
         told[ended(client, submit(client, ask(1, "gpt-6"))).id] = "batch.failed"
-        told[ended(client, submit(client, ask(60_000), window="1s")).id] = "batch.expired"
-        long = submit(client, ask(60_000))
+        told[ended(client, submit(client, ask(100), window="1s")).id] = "batch.expired"
+        long = submit(client, ask(100))
         client.batches.cancel(long.id)
         told[ended(client, long).id] = "batch.cancelled"
         until(lambda: len(listener.got) >= 4, within_s=30)
@@ -81,7 +82,7 @@ def test_each_end_of_a_batch_is_told_once(
 
 
 def test_what_was_not_taken_is_sent_again_also_after_a_kill(
-    tmp_path: Path, listener: Listener, server: Callable[[str], AbstractContextManager[Served]]
+    tmp_path: Path, listener: Listener, server: Callable[..., AbstractContextManager[Served]]
 ) -> None:
     listener.status = 503
     with web_server(listener) as url:

@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.usefixtures("in_an_empty_folder"), pytest.mark.slow]
 
 def test_run_that_lost_its_lock_stops_and_writes_nothing_more(start: Any) -> None:
     options = {"kind": "dry-run", "options": {"latency_s": 0.02}}
-    prepare(1000, engine=options, run={"max_in_flight": 4, "checkpoint_interval_s": 0.1})
+    prepare(400, engine=options, run={"max_in_flight": 4, "checkpoint_interval_s": 0.1})
     first = start("run", "job.toml")
     until(lambda: n_records() >= 20)
     (RUN / ".lock").unlink()
@@ -56,7 +56,7 @@ def test_run_that_lost_its_lock_stops_and_writes_nothing_more(start: Any) -> Non
     assert "Traceback" not in said
     assert "another process may be working" in said
     assert second.wait(timeout=120) == 0
-    assert settled() == dict.fromkeys(range(1000), "ok")
+    assert settled() == dict.fromkeys(range(400), "ok")
     assert manifest()["starts"][-1]["exit"] == 0
     assert verify()["checkpoint_matches"]
 
