@@ -27,7 +27,6 @@ class HubServer:
         self.token, self.owner = token, owner
         self.created: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
-        self.messages: list[str] = []
         self._objects: dict[str, bytes] = {}
         self.url = ""
 
@@ -78,9 +77,7 @@ class HubServer:
     def _commit(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
             value = line["value"]
-            if line["key"] == "header":
-                self.messages.append(value["summary"])
-            elif line["key"] == "file":
+            if line["key"] == "file":
                 self.files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 self.files[value["path"]] = self._objects[value["oid"]]

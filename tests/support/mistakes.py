@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.command_line import batchkit
+from tests.support import own_process
+from tests.support.command_line import Ended, batchkit
+from tests.support.forks import Fork
 
 REVIEWS = "id,review,label,stars\nr1,Good soup,positive,5\nr2,Late and cracked,negative,1\nr3,As usual,neutral,3\n"
 JOB = """\
@@ -39,7 +41,7 @@ ONE_LINE = f"run --model batchkit-demo --input reviews.csv {DRY}"
 class Mistake:
     """``commands``: a command each, the last of which is judged. ``says``: what it prints, stdout or stderr, in any
     order; ``…`` in it is for what varies. ``never``: what it must not print. ``files``: by name, written before;
-    ``gone``: removed before the last. ``is_slow``: it starts an engine."""
+    ``gone``: removed before the last. ``is_slow``: the last imports an engine, and is a process of its own."""
 
     commands: str
     says: str | tuple[str, ...]
@@ -71,7 +73,11 @@ def check(mistake: Mistake) -> None:
         batchkit(*shlex.split(command))
     for name in each(mistake.gone):
         Path(name).unlink()
-    ended = batchkit(*shlex.split(last))
+    if mistake.is_slow:
+        process = own_process.batchkit(*shlex.split(last), cwd=folder, start=Fork)
+        ended = Ended(process.returncode, process.stdout, process.stderr)
+    else:
+        ended = batchkit(*shlex.split(last))
     printed = " ".join((ended.stdout + ended.stderr).split())
     assert [said for said in each(mistake.says) if not matches(said, printed)] == [], printed
     assert [said for said in each(mistake.never) if said in printed] == [], printed
