@@ -141,7 +141,7 @@ def _completed(client: openai.OpenAI, name: str) -> int:
 def test_a_higher_priority_goes_first(
     client: openai.OpenAI, ask: Callable[..., dict[str, Any]]
 ) -> None:
-    rows = [ask(str(n), f"Row {n}", max_tokens=32, min_tokens=32) for n in range(120)]
+    rows = [ask(str(n), f"Row {n}", max_tokens=32, min_tokens=32) for n in range(300)]
     first = submit(client, rows)
     urgent = submit(client, rows[:50], extra_body={"priority": 5})
     assert ended(client, urgent).status == "completed"
