@@ -1,14 +1,16 @@
 """Verdicts about answers that were computed again: equal, a near tie, or different.
 
 Two computations of one request differ by rounding, since the order of additions depends on the batch. Greedy decoding then
-takes another token only where two tokens are about equally likely: their log-probabilities are closer than 32 times the
-machine epsilon of the dtype (docs/self-check.md). In float32 the limit is 0.01, because kernels may compute in TF32.
+takes another token only where two tokens are about equally likely: their log-probabilities differ by at most 64 times the
+machine epsilon of the dtype. Logits of language models are often between 16 and 64, where neighboring numbers differ by 16
+to 32 times the epsilon, so this allows a difference of two to four (docs/self-check.md). In float32 the limit is 0.01, because
+kernels may compute in TF32.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, Literal
@@ -22,7 +24,8 @@ from batchkit.types import Choice, Pooled
 Kind = Literal["equal", "near_tie", "different"]
 # Machine epsilon, as ``torch.finfo`` has it.
 _EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_GROWTH, _LEAST_TIE = 32, 0.01
+_GROWTH, _LEAST_TIE = 64, 0.01
+_TOKENS_BACK = 4
 _LEAST_ERROR = 1e-3  # of vectors and probabilities, relative
 _EVIDENCE = float(np.log(1e6))
 _VOCABULARY = 2**18  # more tokens than most vocabularies have
@@ -79,11 +82,9 @@ def of_texts(batched: Choice, alone: Choice, tie: float, *, is_beginning: bool) 
     number = _token_at(tokens, new, begins)
     if number == len(tokens):
         return Verdict("different", number, None, *shown)
-    start = _starts(tokens, new)[number]
-    rest = old[max(0, start) :]
-    ended = not rest and batched.finish_reason == "stop"
-    gap = _gap(tokens[number], lambda text: _begins_with(rest, text) or (ended and _ends(text)))
-    kind: Kind = "near_tie" if gap < tie else "different"
+    ended = begins == len(old) and batched.finish_reason == "stop"
+    gap = _gap(tokens[: number + 1], _starts(tokens, new), old, begins, ended=ended)
+    kind: Kind = "near_tie" if gap <= tie else "different"
     return Verdict(kind, number, gap, *shown)
 
 
@@ -198,23 +199,28 @@ def _token_at(tokens: Sequence[Token], text: str, position: int) -> int:
     return next((n for n, end in enumerate(ends) if end > position), len(tokens))
 
 
-def _begins_with(rest: str, token: str) -> bool:
-    """Return whether ``rest`` may begin with the text of a token, which may be a part of a character."""
-    return bool(token and rest.startswith(token)) or (PIECE in token and rest[:1] > "\x7f")
+def _gap(
+    tokens: Sequence[Token], starts: Sequence[int], other: str, begins: int, *, ended: bool
+) -> float:
+    """Return the smallest difference between the log-probabilities of a token and of another one that may have led to the
+    answer ``other``.
 
-
-def _ends(token: str) -> bool:
-    return _SPECIAL.fullmatch(token) is not None
-
-
-def _gap(own: Token, fits: Callable[[str], bool]) -> float:
-    """Return the difference between the log-probabilities of ``own`` and of the likeliest other token that ``fits`` the
-    other answer.
-
-    If no likely token fits, the difference is at least the one to the least likely token that the engine names.
+    The answers differ from the character ``begins`` on. The last of ``tokens`` has this character; but a longer token
+    instead of an earlier one may have led there, too. If no likely token fits, the difference is at least the one to the
+    least likely token that the engine names. ``ended``: ``other`` ended at ``begins`` by itself.
     """
-    if own.logprob is None or not own.top:
-        return float("inf")
-    fitting = [its for text, its in own.top.items() if text != own.text and fits(text)]
-    # A penalty or a grammar may have chosen a token that is not the likeliest.
-    return abs(own.logprob - max(fitting, default=min(own.top.values())))
+    gaps = list[float]()
+    for n in range(max(0, len(tokens) - _TOKENS_BACK), len(tokens)):
+        own, rest, is_last = tokens[n], other[max(0, starts[n]) :], n == len(tokens) - 1
+        for text, logprob in own.top.items():
+            is_long = len(text) > begins - starts[n]
+            fits = bool(text) and rest.startswith(text) and (is_last or is_long)
+            is_piece = is_last and PIECE in text and rest[:1] > "\x7f"
+            is_end = is_last and ended and _SPECIAL.fullmatch(text) is not None
+            if text != own.text and own.logprob is not None and (fits or is_piece or is_end):
+                # A penalty or a grammar may have chosen a token that is not the likeliest.
+                gaps.append(abs(own.logprob - logprob))
+    last = tokens[-1]
+    if gaps or last.logprob is None or not last.top:
+        return min(gaps, default=float("inf"))
+    return abs(last.logprob - min(last.top.values()))

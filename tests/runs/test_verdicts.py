@@ -60,6 +60,12 @@ def test_texts_are_compared_at_the_first_token_that_differs(
     assert found.gap == (None if gap is None else pytest.approx(gap))
 
 
+def test_a_longer_token_may_have_led_to_the_difference() -> None:
+    alone = answer("a cat", [{"a": -0.7, "an": -0.71, "the": -2.0}, {" cat": -0.1, " dog": -3.0}])
+    found = of_texts(answer("an owl"), alone, 0.02, is_beginning=False)
+    assert (found.kind, found.gap) == ("near_tie", pytest.approx(0.01))
+
+
 def test_an_answer_that_broke_off_is_no_tie_with_one_that_ended() -> None:
     found = of_texts(answer("one red dog", end="length"), ALONE, 0.02, is_beginning=False)
     assert found.kind == "equal"
