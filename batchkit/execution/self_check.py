@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -85,16 +85,15 @@ class SelfCheck(EngineLayer):
         self._job, self._dtype, self._hear, self._expected_s = job, dtype, hear, expected_s
         self._began = time.monotonic()
         self._drawn = Drawn(job)
-        self._noise: float | None = (
-            None  # difference between two computations of a request; None if not measured
-        )
+        # Difference between two computations of a request; None if not measured.
+        self._noise: float | None = None
         self._pace = _Pace()
         self._held = deque[Request]()  # submitted during a pause
         self._due = deque[Completion]()  # answers to compute again in this pause
         self._asked: _Alone | None = None  # in flight, alone
-        self._n_begun, self._began_pause, self._budget_s, self._spent_s = 0, 0.0, 0.0, 0.0
+        self._pause: _Pause | None = None  # the newest
+        self._spent_s = 0.0
         self._compared: list[tuple[Completion, Verdict]] = []
-        self._n_told = 0
 
     @property
     def is_busy(self) -> bool:
@@ -124,10 +123,12 @@ class SelfCheck(EngineLayer):
             for completion in done:
                 self._judge(self._asked, completion)
             return []
-        for completion in done:
-            self._pace.note(completion)
-            self._drawn.offer(completion)
-        if not self.is_busy and self._n_begun == 0 and self._drawn.n_offered >= FIRST_ANSWERS:
+        if done:
+            n_preempted = self.below.load.preemptions
+            for completion in done:
+                self._pace.note(completion)
+                self._drawn.offer(completion, n_preempted)
+        if self._pause is None and self._drawn.n_offered >= FIRST_ANSWERS:
             self._begin(is_end=False)
         return done
 
@@ -153,8 +154,7 @@ class SelfCheck(EngineLayer):
             n_rows = min(n_rows, self._pace.rows_within(budget_s - drain_s))
         if n_rows <= 0:
             return
-        self._n_begun += 1
-        self._began_pause, self._budget_s = time.monotonic(), budget_s
+        self._pause = _Pause(time.monotonic(), budget_s, len(self._compared))
         self._pace.set_limit((budget_s - drain_s) / n_rows)
         self._due.extend(self._drawn.take(n_rows))
         if self._due:
@@ -162,7 +162,8 @@ class SelfCheck(EngineLayer):
 
     def _ask(self) -> None:
         """Submit the next drawn request, or end the pause if its time is used up."""
-        if self._compared and time.monotonic() - self._began_pause > self._budget_s:
+        pause = self._pause
+        if pause and self._compared and time.monotonic() - pause.began > pause.budget_s:
             self._due.clear()
             self._conclude()
             return
@@ -204,9 +205,10 @@ class SelfCheck(EngineLayer):
         return None
 
     def _conclude(self) -> None:
-        pause_s = time.monotonic() - self._began_pause
+        assert self._pause is not None
+        pause_s = time.monotonic() - self._pause.began
         self._spent_s += pause_s
-        new, self._n_told = self._compared[self._n_told :], len(self._compared)
+        new = self._compared[self._pause.n_before :]
         self._hear(SelfChecked([_finding(*one) for one in new], pause_s))
         different = [one for one in self._compared if one[1].kind == "different"]
         if len(different) > self._job.self_check.max_different * len(self._compared):
@@ -225,9 +227,17 @@ class SelfCheck(EngineLayer):
         )
 
 
+class _Pause(NamedTuple):
+    """A pause. ``began``: by the monotonic clock. ``n_before``: number of answers compared before."""
+
+    began: float
+    budget_s: float
+    n_before: int
+
+
 class Drawn:
     """Answers drawn at random, with ``run.seed``, from all those of an engine. Among them are the longest and the shortest
-    prompt, rows of each adapter, rows with media, and rows that were preempted."""
+    prompt, a row of each adapter, a row with media, and one that was answered just after a preemption."""
 
     def __init__(self, job: JobConfig) -> None:
         self._generates, self._random = job.generates, Random(job.run.seed)
@@ -236,11 +246,12 @@ class Drawn:
         self._kinds: dict[str, list[tuple[float, int, Completion]]] = {}  # heaps, by kind
         self._numbers = count()
         self._taken = set[int]()
-        self.n_offered = 0
+        self.n_offered = self._n_preempted = 0
 
-    def offer(self, completion: Completion) -> None:
-        """Take an answer into account."""
+    def offer(self, completion: Completion, n_preempted: int = 0) -> None:
+        """Take an answer into account. ``n_preempted``: number of preemptions so far."""
         self.n_offered += 1
+        is_preempted, self._n_preempted = n_preempted > self._n_preempted, n_preempted
         request = completion.request
         if not self._can_be_repeated(completion):
             return
@@ -252,6 +263,8 @@ class Drawn:
             self._keep(f"adapter {request.lora}", drawn, number, completion)
         if request.media_bytes:
             self._keep("media", drawn, number, completion)
+        if is_preempted:
+            self._keep("preempted", drawn, number, completion)
         self._keep("any", drawn, number, completion, self._most)
 
     def take(self, n: int) -> list[Completion]:
@@ -374,8 +387,9 @@ class _Pace:
         return 10**6 if least_s == 0 else int(max(0.0, budget_s) / least_s)
 
     def set_limit(self, row_s: float) -> None:
-        """Limit answers to the tokens that are computed in ``row_s``."""
-        self.most_tokens = max(_LEAST_TOKENS, row_s / self._token_s)
+        """Limit answers to the tokens that are computed in ``row_s``; infinity is no limit."""
+        is_limited = row_s < float("inf")
+        self.most_tokens = max(_LEAST_TOKENS, row_s / self._token_s) if is_limited else row_s
 
 
 def _can_be_shortened(completion: Completion, most_tokens: float) -> bool:

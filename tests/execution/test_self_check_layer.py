@@ -7,7 +7,7 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig
 from batchkit.execution.engine_layer import EngineLayer
-from batchkit.execution.events import Event, SelfChecked
+from batchkit.execution.events import Event, Load, SelfChecked
 from batchkit.execution.self_check import FIRST_ANSWERS, SelfCheck, is_checked
 from batchkit.types import Choice, Completion, Request, Row, Usage
 
@@ -39,6 +39,10 @@ class CountingLayer(EngineLayer):
     @property
     def unanswered(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def load(self) -> Load:
+        return Load(preemptions=int(len(self.requests) > 100))
 
     def _answered(self, request: Request) -> Completion:
         n_tokens = min(request.sampling.get("max_tokens", 100), 100)
@@ -112,6 +116,7 @@ def test_the_longest_the_shortest_and_each_adapter_are_among_them() -> None:
     lengths = [len(request.prompt or "") for request in found]
     assert {5, 94} <= set(lengths)
     assert {77, 33} <= {request.row.index for request in found}
+    assert any(96 <= request.row.index < 104 for request in found)  # while others were preempted
 
 
 def test_by_default_a_check_takes_no_more_than_its_share_of_the_run() -> None:
