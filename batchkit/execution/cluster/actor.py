@@ -102,7 +102,7 @@ class Actor:
         self._thread.start()
 
     def exchange(
-        self, tasks: Sequence[Task], taking: bool, written: int, check: bool
+        self, tasks: Sequence[Task], taking: bool, written: int, check: bool = False
     ) -> WorkerReport:
         """Take new ``tasks``, wait for settled rows, and return the rows that were settled since the last call.
 
