@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from batchkit import Run
+from batchkit.runs.status import status
 from tests.support.api_server import (
     Served,
     content,
@@ -182,6 +183,25 @@ def test_completions_and_responses_are_served_too(client: openai.OpenAI, demo_mo
         (found,) = [*content(client, batch.output_file_id), *content(client, batch.error_file_id)]
         if endpoint == "/v1/responses" and found["response"]:
             openai.types.responses.Response.model_validate(found["response"]["body"])
+
+
+def test_rows_of_each_batch_are_computed_again_alone_if_the_server_is_told(
+    tmp_path: Path, demo_model: Path, ask: Callable[..., dict[str, Any]]
+) -> None:
+    """Two batches share the engine. One of them waits while a row of the other runs alone."""
+    job = job_file(tmp_path, demo_model)
+    rows = [ask(str(n), f"Row {n}", temperature=0, max_tokens=24, min_tokens=24) for n in range(60)]
+    with (
+        serving(job, "--self-check", "4", cwd=tmp_path, start=Fork) as served,
+        served.client() as client,
+    ):
+        batches = [submit(client, rows) for _ in range(2)]
+        for batch in batches:
+            found = ended(client, batch)
+            assert (found.status, found.request_counts.completed) == ("completed", 60)  # type: ignore[union-attr]
+    for batch in batches:
+        checked = status(tmp_path / "output/serve/batches" / batch.id).checked
+        assert (checked.rows, checked.equal) == (4, 4)
 
 
 def test_a_model_that_does_not_load_fails_the_batch_and_not_the_server(tmp_path: Path) -> None:
