@@ -181,7 +181,7 @@ def test_large_run_shows_a_sample_and_counts_everything(tmp_path: Path) -> None:
     assert f"holds {MAX_ROWS:,} of {n:,} rows: all {failed:,} failed ones and a random" in note
     assert data["status"]["ok"] + data["status"]["failed"] == n
     left_out = {*range(n)} - {row["record"]["index"] for row in data["rows"]}
-    assert sorted(left_out)[:3] == [23, 31, 48], "seeded"
+    assert sorted(left_out)[:3] == [24, 34, 58], "seeded"
 
 
 def test_long_texts_are_cut_in_the_middle(tmp_path: Path) -> None:
