@@ -9,8 +9,8 @@ from typing import Any
 
 from batchkit.config.tables import JobConfig, SamplingTable
 from batchkit.errors import JobError, WrongAnswersError
-from batchkit.execution.parity import drawn, is_greedy, only, text_of
-from batchkit.runs.verdicts import EQUAL, Verdict, of_numbers, of_texts, tie_of
+from batchkit.execution.parity import drawn, is_greedy, only
+from batchkit.runs.verdicts import Verdict, of_numbers, of_texts, tie_of
 from batchkit.sources.input import Input
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.log import RESULTS
@@ -34,12 +34,17 @@ def recheck(job: JobConfig, source: Input, n_rows: int, answer: Answer) -> Check
     the run folder, and is kept.
 
     Raises:
-        JobError: answers of the job can't be repeated, because they are drawn at random.
+        JobError: answers of the job can't be repeated, because they are drawn at random, or rows have several
+            generations.
     """
     if job.generates and not is_greedy(job):
         raise JobError(
             f"{job.folder}: its answers are drawn at random (sampling.temperature), so they can't be compared with"
             " other answers to the same requests"
+        )
+    if job.has_several:
+        raise JobError(
+            f"{job.folder}: its rows have several generations, whose answers can't be compared in this way"
         )
     then = {**_found_before(job.folder), **drawn(job, n_rows)}
     then = dict([*then.items()][:n_rows])
@@ -102,15 +107,13 @@ class _Compared:
     """The comparison of records of a run with those of the run in the folder ``alone``."""
 
     def __init__(self, job: JobConfig, alone: Path, dtype: str | None) -> None:
-        self._dtype, self._has_steps = dtype, job.has_several
+        self._dtype = dtype
         self._before, self._after = Vectors(job.folder), Vectors(alone)
 
     def verdict(self, batched: Mapping[str, Any], alone: Mapping[str, Any]) -> Verdict:
         if batched.get("text") is None:
             old, new = _pooled(batched, self._before), _pooled(alone, self._after)
             return of_numbers(old, new, self._dtype)
-        if self._has_steps:
-            return EQUAL if text_of(batched) == text_of(alone) else Verdict("different")
         return of_texts(_choice(batched), _choice(alone), tie_of(self._dtype), is_beginning=False)
 
 

@@ -181,7 +181,8 @@ def _check_again(
         Interrupted: a signal ended the check.
     """
     job = start.job
-    if not is_checked(job) or source.files is None or (job.generates and not is_greedy(job)):
+    can_be_repeated = not job.has_several and (not job.generates or is_greedy(job))
+    if not is_checked(job) or source.files is None or not can_be_repeated:
         return
 
     def answer(of_check: JobConfig, rows: Input) -> None:
@@ -192,9 +193,10 @@ def _check_again(
     run.starts.save()
     with screen.waiting("an earlier start was killed during its self-check; computing rows again"):
         checked = recheck(job, source, job.self_check.rows or MOST_ROWS, answer)
-    run.starts.note(self_check=checked, check_is_due=False)
+    run.starts.note(self_check=checked)
     screen.say(checked.in_words())
     check_result(job, checked)
+    run.starts.note(check_is_due=False)
 
 
 def _sample_of(source: Input, job: JobConfig) -> str:

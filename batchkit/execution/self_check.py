@@ -22,7 +22,6 @@ from batchkit.config.tables import JobConfig
 from batchkit.errors import EngineCrashError, RowOutOfMemoryError, WrongAnswersError
 from batchkit.execution.engine_layer import EngineLayer
 from batchkit.execution.events import Hear, Message, SelfChecked
-from batchkit.rendering.request_hash import is_determined
 from batchkit.runs.answers import tokens_of
 from batchkit.runs.verdicts import (
     Verdict,
@@ -32,7 +31,7 @@ from batchkit.runs.verdicts import (
     of_texts,
     tie_of,
 )
-from batchkit.types import BROKEN_OFF, Completion, Request
+from batchkit.types import BROKEN_OFF, GREEDY_BELOW, Completion, Request
 
 FIRST_ANSWERS = 300  # answers before the first check
 MOST_ROWS = 16  # default of ``self_check.rows``
@@ -45,7 +44,7 @@ _SHOWN = 5
 # Parameters with which an answer that was drawn at random can be scored: the others change what is drawn.
 _OF_DRAWING = {
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs"),
-    *("stop", "stop_token_ids", "include_stop_str_in_output", "extra_args", "n"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "extra_args", "n", "seed"),
 }
 
 
@@ -281,7 +280,7 @@ class Drawn:
     def _can_be_scored(self, completion: Completion) -> bool:
         """Return whether the tokens of an answer that was drawn at random can be judged by their probability alone."""
         sampling, choices = completion.request.sampling, completion.choices
-        has_text = len(choices) > 0 and bool(choices[0].text) and not choices[0].reasoning
+        has_text = len(choices) > 0 and bool(choices[0].text)
         is_plain = all(not value or name in _OF_DRAWING for name, value in sampling.items())
         return self._is_vllm and has_text and is_plain
 
@@ -292,9 +291,8 @@ class Drawn:
             completion.error is None
             and not broken
             and request.media_bytes <= _MEDIA_BYTES
-            and (
-                is_determined(request, generates=self._generates) or self._can_be_scored(completion)
-            )
+            and not any(choice.reasoning or choice.tool_calls for choice in choices)
+            and (not _is_drawn(request, self._generates) or self._can_be_scored(completion))
         )
 
     def _keep(
@@ -318,7 +316,7 @@ class _Alone:
 
     def __init__(self, batched: Completion, job: JobConfig, most_tokens: float) -> None:
         self.batched, self._job = batched, job
-        self._is_drawn = not is_determined(batched.request, generates=job.generates)
+        self._is_drawn = _is_drawn(batched.request, job.generates)
         can_be_shortened = job.generates and not self._is_drawn
         self.is_beginning = can_be_shortened and _can_be_shortened(batched, most_tokens)
         self.answers = list[Completion]()
@@ -390,6 +388,13 @@ class _Pace:
         """Limit answers to the tokens that are computed in ``row_s``; infinity is no limit."""
         is_limited = row_s < float("inf")
         self.most_tokens = max(_LEAST_TOKENS, row_s / self._token_s) if is_limited else row_s
+
+
+def _is_drawn(request: Request, generates: bool) -> bool:
+    """Return whether the answer was drawn at random. Also with a seed, a little rounding may change what is drawn."""
+    temperature = request.sampling.get("temperature")
+    is_greedy = isinstance(temperature, int | float) and temperature < GREEDY_BELOW
+    return generates and not is_greedy
 
 
 def _can_be_shortened(completion: Completion, most_tokens: float) -> bool:

@@ -101,9 +101,14 @@ def of_numbers(batched: Pooled, alone: Pooled, dtype: str | None) -> Verdict:
         gap = float(np.max(1 - cosines, initial=0.0))
         return Verdict("equal" if gap <= tolerance**2 / 2 else "different", gap=gap)
     pairs = [(batched.probabilities, alone.probabilities), (batched.scores, alone.scores)]
+    if any(len(old or ()) != len(new or ()) for old, new in pairs):
+        return Verdict("different")
+    # Probabilities are at most 1; logits are larger, and so is their rounding.
     gaps = [
-        abs(a - b) for old, new in pairs for a, b in zip(old or (), new or (), strict=True)
-    ]  # sigmoid and softmax: from 0 to 1
+        abs(a - b) / max(1.0, abs(a), abs(b))
+        for old, new in pairs
+        for a, b in zip(old or (), new or (), strict=True)
+    ]
     gap = max(gaps, default=0.0)
     return Verdict("equal" if gap <= tolerance else "different", gap=gap)
 

@@ -33,6 +33,7 @@ from batchkit.execution.events import (
 )
 from batchkit.execution.lane import POLL_S
 from batchkit.execution.rollouts.rollouts import PausedRow
+from batchkit.execution.self_check import is_checked
 from batchkit.execution.start import Start
 from batchkit.execution.tasks import Tasks
 from batchkit.execution.worker import EngineFacts, Returned
@@ -156,7 +157,7 @@ class RayPool:
 
     def check(self) -> None:
         """Begin the self-check at the end of the run on every worker, with the next call of ``exchange``."""
-        self._asks_for_check = True
+        self._asks_for_check = is_checked(self._start.job)
 
     @property
     def is_checking(self) -> bool:
