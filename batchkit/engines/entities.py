@@ -70,8 +70,7 @@ def entities_in(
     previous: TaggedToken | None = None
     for token in _tokens(places, scores, tags):
         if token is not None:
-            last, tag = previous and previous.tag, token.tag
-            if last is None or last.label != tag.label or last.ends or tag.begins:
+            if previous is None or not _continues(previous.tag, token.tag):
                 spans.append([])
             spans[-1].append(token)
         previous = token
@@ -94,6 +93,10 @@ def _tokens(
             yield None
         elif place[0] < place[1]:  # otherwise the token covers no text
             yield TaggedToken(tags[number], score, *place)
+
+
+def _continues(previous: Tag, tag: Tag) -> bool:
+    return previous.label == tag.label and not (previous.ends or tag.begins)
 
 
 def _entity(text: str, span: Sequence[TaggedToken]) -> Entity:
