@@ -1,4 +1,4 @@
-"""``compare --self``: repeats the self-check of a run, and looks for a setting that cures what it finds."""
+"""``compare --self``: repeats the self-check of a run. If answers differ, it looks for a setting that cures this."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def check_again(
 
 
 def _settings(job: JobConfig) -> Iterator[Setting]:
-    """Yield the settings to try: first none, then those of vLLM that are not in use."""
+    """Yield the settings to try: first none, then the settings of vLLM that the job does not use yet."""
     yield Setting()
     if job.engine.kind != "vllm":
         return

@@ -69,8 +69,8 @@ class Engine(Protocol):
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Names and versions of the software that affects the answers, for the note of the start. ``dtype``, if it is
-        known: the dtype of the model's weights, by torch's name."""
+        """Names and versions of the software that affects the answers, for the note of the start. An engine that
+        knows the dtype of the model's weights adds it as ``dtype``, by torch's name."""
 
     def submit(self, request: Request) -> None:
         """Queue ``request`` and return immediately."""

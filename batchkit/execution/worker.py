@@ -133,8 +133,8 @@ class Worker:
         return all(lane.is_done for lane in self._lanes)
 
     def check(self) -> None:
-        """Begin the self-check at the end of the run. Call it once, when every row has come back; then go on with
-        ``fill`` and ``poll`` until ``is_checking`` is False."""
+        """Begin the self-check at the end of the run. Call it once, when every row has come back. Then call ``fill``
+        and ``poll`` until ``is_checking`` is False."""
         for lane in self._lanes:
             lane.check()
 

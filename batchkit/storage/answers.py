@@ -75,7 +75,8 @@ class AnswerIndex:
         return None
 
     def update(self) -> bool:
-        """Add the lines that were written to the log since the last update. Return False if there are none."""
+        """Add the lines that were written to the log since the last update. Return False if the log has no new
+        lines."""
         if self._n_slots and os.fstat(self._log.fileno()).st_size == self._end:
             return False
         with disk_errors(self._path, f"can't write {INDEX}"):
