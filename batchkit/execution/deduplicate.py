@@ -22,7 +22,7 @@ from batchkit.storage.answers import AnswerIndex, SeenHashes
 from batchkit.storage.log import RESULTS, STEPS
 from batchkit.storage.steps import completion_of
 from batchkit.storage.vectors import Vectors
-from batchkit.types import Completion, Pooled, Request, Usage
+from batchkit.types import Completion, Request, Usage
 
 _NOTHING = Usage(0, 0)
 _MOST_WAITING = 4096  # requests of one lane that wait for an equal one
@@ -114,24 +114,9 @@ class _Recorded:
             return None
         completion = replace(completion_of(line, request), usage=_NOTHING, latency_s=0.0)
         completion = replace(completion, earlier_usage=None, prompt=line.get("prompt"))
-        return line, self._with_numbers(completion, line)
-
-    def _with_numbers(self, completion: Completion, line: dict[str, Any]) -> Completion:
-        """Return the completion with the answer of a pooling task, if ``line`` has one."""
-        vector = None
-        if (place := line.get("embedding")) is not None:
-            vector = self._vectors.of(line).astype("<f4").tobytes()
-        score, tokens = line.get("score"), (place or {}).get("tokens")
-        scores = [score] if isinstance(score, float | int) else score
-        pooled = Pooled(
-            vector,
-            line.get("probabilities"),
-            line.get("label"),
-            scores,
-            tokens,
-            line.get("entities"),
-        )
-        return completion if pooled == Pooled() else replace(completion, pooled=pooled, choices=())
+        if (pooled := self._vectors.pooled(line)) is not None:
+            completion = replace(completion, pooled=pooled, choices=())
+        return line, completion
 
 
 class Deduplicate(EngineLayer):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from batchkit.config.tables import JobConfig, SamplingTable
 from batchkit.errors import JobError, WrongAnswersError
 from batchkit.execution.parity import drawn, is_greedy, only
+from batchkit.execution.self_check import is_own, logprobs_of, sampling_alone
+from batchkit.runs.answers import SideAnswer
 from batchkit.runs.verdicts import Verdict, of_numbers, of_texts, tie_of
 from batchkit.sources.input import Input
 from batchkit.storage.lines import failure_kind
@@ -17,10 +19,8 @@ from batchkit.storage.log import RESULTS
 from batchkit.storage.newest_lines import read_newest
 from batchkit.storage.starts import Checked, read_history
 from batchkit.storage.vectors import Vectors
-from batchkit.types import Choice, Pooled
 
 FOLDER = "self-check"  # in the run folder: the run that answers the rows again
-_LOGPROBS = 10
 
 Answer = Callable[[JobConfig, Input], object]
 """A function that runs a job with an input."""
@@ -48,11 +48,10 @@ def recheck(job: JobConfig, source: Input, n_rows: int, answer: Answer) -> Check
         )
     then = {**_found_before(job.folder), **drawn(job, n_rows)}
     then = dict([*then.items()][:n_rows])
-    alone, began = _alone(job), time.monotonic()
-    answer(alone, only(source, then))
-    dtype = _dtype_of(alone.folder)
-    compared = _Compared(job, alone.folder, dtype)
-    now = {record["index"]: record for record in read_newest(alone.folder / RESULTS)}
+    again, began = _one_by_one(job), time.monotonic()
+    answer(again, only(source, then))
+    compared = _Compared(job.folder, again.folder)
+    now = {record["index"]: record for record in read_newest(again.folder / RESULTS)}
     return Checked().with_findings(
         [
             {"index": index, "id": record["id"], **compared.verdict(record, now[index]).to_json()}
@@ -65,11 +64,10 @@ def recheck(job: JobConfig, source: Input, n_rows: int, answer: Answer) -> Check
 
 def check_result(job: JobConfig, checked: Checked) -> None:
     """Raise WrongAnswersError if more rows are different than ``self_check.max_different`` allows."""
-    allowed = job.self_check.max_different
-    if checked.different > allowed * checked.rows:
+    if job.self_check.is_exceeded(checked.different, checked.rows):
         raise WrongAnswersError(
             f"{job.folder}: {checked.different} of {checked.rows} rows have another answer if they are computed alone"
-            f" (self_check.max_different = {allowed:g}). `batchkit compare --self {job.folder}` shows them, and tries"
+            f" (self_check.max_different = {job.self_check.max_different:g}). `batchkit compare --self {job.folder}` shows them, and tries"
             " settings that may cure the fault"
         )
 
@@ -85,56 +83,29 @@ def _found_before(folder: Path) -> dict[int, dict[str, Any]]:
     }
 
 
-def _alone(job: JobConfig) -> JobConfig:
+def _one_by_one(job: JobConfig) -> JobConfig:
     """Return the job that answers rows of ``job`` one at a time."""
     changes: dict[str, Any] = {}
-    if job.task == "generate" and (job.engine.kind != "openai-server" or job.engine.server):
-        sampling = {**job.sampling.params(), "logprobs": _LOGPROBS}
-        if job.engine.kind == "vllm":
-            sampling["skip_reading_prefix_cache"] = True
-        changes["sampling"] = SamplingTable(**sampling)
+    if job.task == "generate" and is_own(job.engine):
+        logprobs = {"logprobs": logprobs_of(job.engine)}
+        changes["sampling"] = SamplingTable(
+            **sampling_alone({**job.sampling.params(), **logprobs}, job.engine)
+        )
     return job.as_part(
         name=FOLDER, run={"max_in_flight": 1}, output={"dir": str(job.folder)}, **changes
     )
 
 
-def _dtype_of(folder: Path) -> str | None:
-    last = read_history(folder).last_start
-    return None if last is None else last.engine.get("dtype")
-
-
 class _Compared:
-    """The comparison of records of a run with those of the run in the folder ``alone``."""
+    """The comparison of a run's records with the records of the run in the folder ``again``."""
 
-    def __init__(self, job: JobConfig, alone: Path, dtype: str | None) -> None:
-        self._dtype = dtype
-        self._before, self._after = Vectors(job.folder), Vectors(alone)
+    def __init__(self, folder: Path, again: Path) -> None:
+        last = read_history(again).last_start
+        self._dtype = None if last is None else last.engine.get("dtype")
+        self._before, self._after = Vectors(folder), Vectors(again)
 
     def verdict(self, batched: Mapping[str, Any], alone: Mapping[str, Any]) -> Verdict:
-        if batched.get("text") is None:
-            old, new = _pooled(batched, self._before), _pooled(alone, self._after)
+        old, new = self._before.pooled(batched), self._after.pooled(alone)
+        if old is not None and new is not None:
             return of_numbers(old, new, self._dtype)
-        return of_texts(_choice(batched), _choice(alone), tie_of(self._dtype), is_beginning=False)
-
-
-def _pooled(record: Mapping[str, Any], vectors: Vectors) -> Pooled:
-    score = record.get("score")
-    place = record.get("embedding")
-    return Pooled(
-        vector=None if place is None else vectors.of(record).astype("<f4").tobytes(),
-        probabilities=record.get("probabilities"),
-        scores=[score] if isinstance(score, float | int) else score,
-        tokens=(place or {}).get("tokens"),
-    )
-
-
-def _choice(record: Mapping[str, Any]) -> Choice:
-    choices: Sequence[Mapping[str, Any]] = record.get("choices") or [record]
-    first = choices[0]
-    return Choice(
-        first["text"],
-        first["finish_reason"],
-        first.get("logprobs"),
-        first.get("reasoning"),
-        first.get("tool_calls"),
-    )
+        return of_texts(SideAnswer.of(batched), SideAnswer.of(alone), tie_of(self._dtype))

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from batchkit.config.tables import JobConfig
+from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.errors import EngineCrashError, RowOutOfMemoryError, WrongAnswersError
 from batchkit.execution.engine_layer import EngineLayer
 from batchkit.execution.events import Hear, Message, SelfChecked
-from batchkit.runs.answers import tokens_of
+from batchkit.rendering.request_hash import is_greedy
+from batchkit.runs.answers import SideAnswer, tokens_of
 from batchkit.runs.verdicts import (
     Verdict,
     noise_between,
@@ -31,17 +32,17 @@ from batchkit.runs.verdicts import (
     of_texts,
     tie_of,
 )
-from batchkit.types import BROKEN_OFF, GREEDY_BELOW, Completion, Request
+from batchkit.types import BROKEN_OFF, Completion, Request
 
 FIRST_ANSWERS = 300  # answers before the first check
 MOST_ROWS = 16  # default of ``self_check.rows``
 _SHARE = 0.01  # of the run's expected time, by default
 _LEAST_TOKENS = 16  # of a shortened answer
 _MEDIA_BYTES = 2**25  # a drawn request stays in memory with its media, so larger ones are not drawn
-_LOGPROBS = 10  # most likely tokens to ask for, to find the gap of a difference
+_LOGPROBS = 10
 _NOISE = 4  # a gap of up to this many times the engine's noise is a near tie
 _SHOWN = 5
-# Parameters with which an answer that was drawn at random can be scored: the others change what is drawn.
+# An answer that was drawn at random can be scored if its request has only these parameters. Others change the odds.
 _OF_DRAWING = {
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs"),
     *("stop", "stop_token_ids", "include_stop_str_in_output", "extra_args", "n", "seed"),
@@ -54,14 +55,32 @@ def is_checked(job: JobConfig) -> bool:
     By default, a server that the run did not start is not checked: others may use it at the same time, and each request
     may cost money.
     """
-    engine, rows = job.engine, job.self_check.rows
-    if rows == 0 or job.run.max_in_flight == 1 or engine.kind == "dry-run":
+    rows = job.self_check.rows
+    if rows == 0 or job.run.max_in_flight == 1 or job.engine.kind == "dry-run":
         return False
-    return rows is not None or engine.kind != "openai-server" or engine.server is not None
+    return rows is not None or is_own(job.engine)
+
+
+def is_own(engine: EngineTable) -> bool:
+    """Return whether the engine is not a server that others may use."""
+    return engine.kind != "openai-server" or engine.server is not None
+
+
+def sampling_alone(sampling: Mapping[str, Any], engine: EngineTable) -> dict[str, Any]:
+    """Return ``sampling`` for a request that is computed alone. With vLLM, it does not read the prefix cache, which may
+    hold the fault."""
+    uncached = {"skip_reading_prefix_cache": True} if engine.kind == "vllm" else {}
+    return {**sampling, **uncached}
+
+
+def logprobs_of(engine: EngineTable) -> int:
+    """Return for how many likely tokens to ask, to find the gap of a difference."""
+    most: int = engine.options.get("max_logprobs", _LOGPROBS)
+    return max(0, min(_LOGPROBS, most))
 
 
 class SelfCheck(EngineLayer):
-    """The layer that compares answers with those of the same requests computed alone.
+    """The layer that computes some requests again, alone, and compares the two answers to each.
 
     - ``job``: the job of this engine.
     - ``dtype``: of the model's weights; None if the engine does not report it.
@@ -200,7 +219,8 @@ class SelfCheck(EngineLayer):
         if self._noise is None:
             if len(asked.answers) == 2:
                 return asked.with_logprobs
-            self._noise = noise_between(*(answer.choices[0] for answer in asked.answers[1:]))
+            one, two = (_side(answer).tokens or () for answer in asked.answers[1:])
+            self._noise = noise_between(one, two)
         return None
 
     def _conclude(self) -> None:
@@ -210,7 +230,7 @@ class SelfCheck(EngineLayer):
         new = self._compared[self._pause.n_before :]
         self._hear(SelfChecked([_finding(*one) for one in new], pause_s))
         different = [one for one in self._compared if one[1].kind == "different"]
-        if len(different) > self._job.self_check.max_different * len(self._compared):
+        if self._job.self_check.is_exceeded(len(different), len(self._compared)):
             raise WrongAnswersError(self._message(different))
 
     def _message(self, different: Sequence[tuple[Completion, Verdict]]) -> str:
@@ -222,7 +242,7 @@ class SelfCheck(EngineLayer):
             f"The engine computes batches wrongly. `batchkit compare --self {folder}` tries settings on these rows, one"
             " after another: enforce_eager = true, enable_prefix_caching = false and other values of attention_backend in"
             " [engine.options], and the environment variable VLLM_BATCH_INVARIANT=1. All finished rows are on disk, but"
-            " their answers may be wrong. To continue nevertheless: --set self_check.rows=0"
+            " their answers may be wrong. To continue without this check: --set self_check.rows=0"
         )
 
 
@@ -235,8 +255,8 @@ class _Pause(NamedTuple):
 
 
 class Drawn:
-    """Answers drawn at random, with ``run.seed``, from all those of an engine. Among them are the longest and the shortest
-    prompt, a row of each adapter, a row with media, and one that was answered just after a preemption."""
+    """A random sample of an engine's answers, drawn with ``run.seed``. It includes the longest and the shortest prompt,
+    a row of each adapter, a row with media, and one that was answered just after a preemption."""
 
     def __init__(self, job: JobConfig) -> None:
         self._generates, self._random = job.generates, Random(job.run.seed)
@@ -320,27 +340,20 @@ class _Alone:
         can_be_shortened = job.generates and not self._is_drawn
         self.is_beginning = can_be_shortened and _can_be_shortened(batched, most_tokens)
         self.answers = list[Completion]()
-        sampling = dict(batched.request.sampling)
-        if job.engine.kind == "vllm":
-            sampling["skip_reading_prefix_cache"] = True  # the cache may hold the fault
+        sampling = sampling_alone(batched.request.sampling, job.engine)
         if self.is_beginning:
             sampling["max_tokens"] = int(most_tokens)
             sampling["min_tokens"] = min(sampling.get("min_tokens") or 0, int(most_tokens))
         self.request = replace(batched.request, sampling=sampling, alone=True)
         if self._is_drawn:
-            scoring = {"temperature": 0.0, "max_tokens": 1, "logprobs": self._most_logprobs}
+            scoring = {"temperature": 0.0, "max_tokens": 1, "logprobs": logprobs_of(job.engine)}
             text = batched.choices[0].text
             self.request = replace(self.request, sampling=scoring, scored=text)
 
     @property
     def with_logprobs(self) -> Request:
-        sampling = {**self.request.sampling, "logprobs": self._most_logprobs}
-        return replace(self.request, sampling=sampling)
-
-    @property
-    def _most_logprobs(self) -> int:
-        most: int = self._job.engine.options.get("max_logprobs", _LOGPROBS)
-        return max(0, min(_LOGPROBS, most))
+        logprobs = {"logprobs": logprobs_of(self._job.engine)}
+        return replace(self.request, sampling={**self.request.sampling, **logprobs})
 
     @property
     def differs(self) -> bool:
@@ -354,9 +367,8 @@ class _Alone:
         if batched.pooled is not None and alone.pooled is not None:
             return of_numbers(batched.pooled, alone.pooled, dtype)
         if self._is_drawn:
-            tokens = tokens_of(alone.choices[0].logprobs or ())
-            return of_drawn(tokens, batched.request.sampling)
-        return of_texts(batched.choices[0], alone.choices[0], tie, is_beginning=self.is_beginning)
+            return of_drawn(_side(alone).tokens or (), batched.request.sampling)
+        return of_texts(_side(batched), _side(alone), tie, is_beginning=self.is_beginning)
 
 
 class _Pace:
@@ -367,9 +379,8 @@ class _Pace:
 
     def __init__(self) -> None:
         self.slowest_s, self.most_tokens = 0.0, float("inf")
-        self._token_s = self._row_s = float(
-            "inf"
-        )  # of the fastest request; alone, none takes longer
+        # Of the fastest request. A request alone is at least as fast.
+        self._token_s = self._row_s = float("inf")
 
     def note(self, completion: Completion) -> None:
         self.slowest_s = max(self.slowest_s, completion.latency_s)
@@ -391,18 +402,21 @@ class _Pace:
 
 
 def _is_drawn(request: Request, generates: bool) -> bool:
-    """Return whether the answer was drawn at random. Also with a seed, a little rounding may change what is drawn."""
-    temperature = request.sampling.get("temperature")
-    is_greedy = isinstance(temperature, int | float) and temperature < GREEDY_BELOW
-    return generates and not is_greedy
+    """Return whether the answer was drawn at random. Even with a seed, rounding may lead to another token."""
+    return generates and not is_greedy(request)
 
 
 def _can_be_shortened(completion: Completion, most_tokens: float) -> bool:
     """Return whether the answer has more than ``most_tokens``, and its beginning is the answer to a shorter request."""
-    if completion.usage is None or completion.usage.completion_tokens <= most_tokens:
-        return False
-    choices = completion.choices
-    return len(choices) == 1 and not (choices[0].reasoning or choices[0].tool_calls)
+    usage = completion.usage
+    is_long = usage is not None and usage.completion_tokens > most_tokens
+    return is_long and len(completion.choices) == 1
+
+
+def _side(completion: Completion) -> SideAnswer:
+    choice = completion.choices[0]
+    tokens = None if choice.logprobs is None else tokens_of(choice.logprobs)
+    return SideAnswer(choice.text, choice.finish_reason, tokens)
 
 
 def _finding(completion: Completion, verdict: Verdict) -> Mapping[str, Any]:

@@ -52,11 +52,13 @@ class RequestHashes:
 def is_determined(request: Request, *, generates: bool) -> bool:
     """Return whether equal requests have equal answers: if decoding is greedy or has a seed, or if the task gives no
     text (``generates`` is False)."""
-    if not generates:
-        return True
-    temperature, seed = request.sampling.get("temperature"), request.sampling.get("seed")
-    is_greedy = isinstance(temperature, int | float) and temperature < GREEDY_BELOW
-    return is_greedy or seed is not None
+    return not generates or is_greedy(request) or request.sampling.get("seed") is not None
+
+
+def is_greedy(request: Request) -> bool:
+    """Return whether the answer has the likeliest token at each place."""
+    temperature = request.sampling.get("temperature")
+    return isinstance(temperature, int | float) and temperature < GREEDY_BELOW
 
 
 def _known_by(name: str, engine: EngineTable) -> bytes:

@@ -204,10 +204,10 @@ def difference(index: int, row_id: str, a: SideAnswer, b: SideAnswer) -> Differe
         return None
     has_tokens = a.tokens is not None and b.tokens is not None
     one, two = ((side.tokens or ()) if has_tokens else _words(side.text) for side in (a, b))
-    position = _common_prefix(one, two, _look_alike)
+    position = common_prefix(one, two, _look_alike)
     ours, theirs = ([*tokens, None][position] for tokens in (one, two))
     gaps = [gap for gap in (_gap(ours, theirs), _gap(theirs, ours)) if gap is not None]
-    begins = _common_prefix(a.text, b.text, eq)
+    begins = common_prefix(a.text, b.text, eq)
     return Difference(
         index,
         row_id,
@@ -247,7 +247,7 @@ def _part(answer: SideAnswer, begins: int, own: Token | None, other: Token | Non
     )
 
 
-def _common_prefix(a: Sequence[T], b: Sequence[T], are_alike: Callable[[T, T], bool]) -> int:
+def common_prefix(a: Sequence[T], b: Sequence[T], are_alike: Callable[[T, T], bool]) -> int:
     """Return the length of the common prefix of two sequences; ``are_alike`` compares their members."""
     pairs = zip(a, b, strict=False)
     return sum(1 for _ in takewhile(lambda pair: are_alike(*pair), pairs))

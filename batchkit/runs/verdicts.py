@@ -13,13 +13,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from operator import eq
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchkit.runs.answers import PIECE, Token, tokens_of
-from batchkit.types import Choice, Pooled
+from batchkit.runs.answers import PIECE, SideAnswer, Token, common_prefix
+from batchkit.types import Pooled
 
 Kind = Literal["equal", "near_tie", "different"]
 # Machine epsilon, as ``torch.finfo`` has it.
@@ -61,24 +62,25 @@ def tie_of(dtype: str | None) -> float:
     return max(_LEAST_TIE, _GROWTH * _EPS.get(dtype or "", _EPS["bfloat16"]))
 
 
-def of_texts(batched: Choice, alone: Choice, tie: float, *, is_beginning: bool) -> Verdict:
+def of_texts(
+    batched: SideAnswer, alone: SideAnswer, tie: float, *, is_beginning: bool = False
+) -> Verdict:
     """Compare two texts.
 
-    - ``alone``: has ``logprobs`` if the engine gives them.
+    - ``alone``: has ``tokens`` if the engine gives log-probabilities.
     - ``is_beginning``: ``alone`` was ended early, and is compared with the beginning of ``batched``.
     """
-    old, new = _words(batched), _words(alone)
+    old, new = batched.text, alone.text
     if is_beginning:
         new = new.rstrip(PIECE)  # the last character may be cut
         if old.startswith(new):
             return EQUAL
     elif old == new:
         return EQUAL
-    begins = _common_length(old, new)
+    begins = common_prefix(old, new, eq)
     shown = (old[begins : begins + 40], new[begins : begins + 40])
-    if alone.logprobs is None:
+    if (tokens := alone.tokens) is None:
         return Verdict("different", None, None, *shown)
-    tokens = tokens_of(alone.logprobs)
     number = _token_at(tokens, new, begins)
     if number == len(tokens):
         return Verdict("different", number, None, *shown)
@@ -160,32 +162,20 @@ def _kept_share(q: NDArray[np.float64], sampling: Mapping[str, Any]) -> float:
     return float(np.prod(shares))
 
 
-def noise_between(one: Choice, two: Choice) -> float:
+def noise_between(one: Sequence[Token], two: Sequence[Token]) -> float:
     """Return the largest difference of the log-probabilities of two computations of a text, up to the first token that
     differs."""
     found = 0.0
-    for a, b in zip(tokens_of(one.logprobs or ()), tokens_of(two.logprobs or ()), strict=False):
+    for a, b in zip(one, two, strict=False):
         if a.text != b.text or a.logprob is None or b.logprob is None:
             break
         found = max(found, abs(a.logprob - b.logprob))
     return found
 
 
-def _words(choice: Choice) -> str:
-    """Return the whole answer: the reasoning, the text, and the tool calls."""
-    calls = [str(call.get("function", call)) for call in choice.tool_calls or ()]
-    return "\n".join(filter(None, [choice.reasoning, choice.text, *calls]))
-
-
 def _vectors(pooled: Pooled) -> np.ndarray[Any, np.dtype[np.float64]]:
     flat = np.frombuffer(pooled.vector or b"", dtype="<f4").astype(float)
     return flat.reshape(pooled.tokens or 1, -1)
-
-
-def _common_length(a: str, b: str) -> int:
-    return next(
-        (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
 
 
 def _starts(tokens: Sequence[Token], text: str) -> list[int]:
@@ -199,7 +189,8 @@ def _starts(tokens: Sequence[Token], text: str) -> list[int]:
 
 
 def _token_at(tokens: Sequence[Token], text: str, position: int) -> int:
-    """Return the number of the token with the character at ``position``; the number of tokens if there is none."""
+    """Return the number of the token with the character at ``position``. After the last token, return the number of
+    tokens."""
     ends = _starts(tokens, text)[1:]
     return next((n for n, end in enumerate(ends) if end > position), len(tokens))
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from batchkit.config.regular_file import open_regular
 from batchkit.errors import LostVectorError
 from batchkit.storage.files import disk_errors, open_private, sync_folder, write_all
-from batchkit.types import VectorPlace
+from batchkit.types import Pooled, VectorPlace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,6 +185,22 @@ class Vectors:
         ``read``."""
         place = VectorPlace(**record["embedding"])
         return self.read(record["index"], place).copy()
+
+    def pooled(self, record: Mapping[str, Any]) -> Pooled | None:
+        """Return the answer to a pooling task as the engine gave it, or None if ``record`` has no such answer. Raises the
+        errors of ``of``."""
+        vector, score = None, record.get("score")
+        if (place := record.get("embedding")) is not None:
+            vector = self.of(record).astype("<f4").tobytes()
+        pooled = Pooled(
+            vector,
+            record.get("probabilities"),
+            record.get("label"),
+            [score] if isinstance(score, float | int) else score,
+            (place or {}).get("tokens"),
+            record.get("entities"),
+        )
+        return None if pooled == Pooled() else pooled
 
     def read(self, index: int, place: VectorPlace) -> Vector:
         """Return the vector or matrix of row ``index`` at ``place`` as a view of the mapped segment file.

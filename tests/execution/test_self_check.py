@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.adapters import write_adapter
-from tests.support.chat_server import serving
+from tests.support.chat_server import ChatServer, serving
 from tests.support.forks import Fork
 from tests.support.model_runs import newest, run_job, write_job
 from tests.support.own_process import batchkit, begin
@@ -44,6 +44,19 @@ def checked_job(folder: Path, model: Path, fault: str | None = None, **tables: A
     rows = tables.pop("rows", [{"q": f"Row {n}: what is it?"} for n in range(40)])
     job.pop("rows", None)
     write_job(folder, rows, **job)
+
+
+def server_job(folder: Path, server: ChatServer, **tables: Any) -> None:
+    """A job of 32 rows for a server that others may use."""
+    server.names.append("m")
+    write_job(
+        folder,
+        [{"q": f"row {n}"} for n in range(32)],
+        prompt={"user": "{{ q }}"},
+        engine={"kind": "openai-server", "model": "m", "base_url": server.url},
+        sampling={"temperature": 0},
+        **tables,
+    )
 
 
 def checks_of(folder: Path) -> dict[str, float]:
@@ -157,15 +170,7 @@ def test_a_server_that_mixes_answers_up_stops_the_run(tmp_path: Path) -> None:
         return f"asked: {others[-1]}" if others else None
 
     with serving(before, latency_s=0.05) as server:
-        write_job(
-            tmp_path,
-            [{"q": f"row {n}"} for n in range(32)],
-            prompt={"user": "{{ q }}"},
-            engine={"kind": "openai-server", "model": "m", "base_url": server.url},
-            sampling={"temperature": 0},
-            self_check={"rows": 4},
-        )
-        server.names.append("m")
+        server_job(tmp_path, server, self_check={"rows": 4})
         done = batchkit("run", "job.toml", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert checks_of(tmp_path)["different"] > 0
@@ -173,14 +178,7 @@ def test_a_server_that_mixes_answers_up_stops_the_run(tmp_path: Path) -> None:
 
 def test_another_users_server_is_not_checked_by_default(tmp_path: Path) -> None:
     with serving() as server:
-        server.names.append("m")
-        write_job(
-            tmp_path,
-            [{"q": f"row {n}"} for n in range(32)],
-            prompt={"user": "{{ q }}"},
-            engine={"kind": "openai-server", "model": "m", "base_url": server.url},
-            sampling={"temperature": 0},
-        )
+        server_job(tmp_path, server)
         assert batchkit("run", "job.toml", cwd=tmp_path).returncode == 0
         assert sum(server.answered.values()) == 32
     assert checks_of(tmp_path)["rows"] == 0

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchkit.runs.answers import Token
+from batchkit.runs.answers import SideAnswer, Token, tokens_of
 from batchkit.runs.verdicts import of_drawn, of_numbers, of_texts, tie_of
-from batchkit.types import Choice, Pooled
+from batchkit.types import Pooled
 
 WORDS = [" red", " green", " blue"]
 
 
-def answer(text: str, tops: Sequence[dict[str, float]] | None = None, end: str = "stop") -> Choice:
+def answer(
+    text: str, tops: Sequence[dict[str, float]] | None = None, end: str = "stop"
+) -> SideAnswer:
     """The first token of each of ``tops`` was taken."""
     logprobs = tops and [
         {
@@ -27,7 +29,7 @@ def answer(text: str, tops: Sequence[dict[str, float]] | None = None, end: str =
         }
         for top in tops
     ]
-    return Choice(text, end, logprobs)
+    return SideAnswer(text, end, logprobs and tokens_of(logprobs))
 
 
 ALONE = answer(

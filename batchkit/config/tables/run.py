@@ -106,6 +106,10 @@ class SelfCheckTable(Table):
     """Stop the run if more than this fraction of the rows that were computed again have another answer, other than by a
     near tie of two tokens."""
 
+    def is_exceeded(self, different: int, rows: int) -> bool:
+        """Return whether more than ``max_different`` of the ``rows`` computed again are ``different``."""
+        return different > self.max_different * rows
+
 
 class WorkersTable(Table):
     """Several engines that Ray starts on GPUs of this machine or of a cluster (docs/scaling.md)."""
