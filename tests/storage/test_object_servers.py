@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.object_servers import ObjectServer, moto_server
+from tests.support.object_servers import ObjectServer, moto_server, object_server
 from tests.support.store_proxy import Rule, StoreProxy, Traffic, puts, store_proxy
 from tests.support.waiting import until
 
@@ -20,15 +20,14 @@ if TYPE_CHECKING:
 obstore = pytest.importorskip("obstore", reason="needs obstore (pip install obstore)")
 pytestmark = pytest.mark.slow
 
-SERVERS = {"moto": moto_server}
 Connect = Callable[..., "ObjectStore"]
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(scope="module", params=["moto", pytest.param("azurite", marks=pytest.mark.release)])
 def any_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ObjectServer]:
-    with SERVERS[request.param](tmp_path_factory.mktemp("server")) as server:
+    with object_server(request.param, tmp_path_factory.mktemp("server")) as server:
         yield server
 
 

@@ -4,10 +4,18 @@ moto
     S3 in Python, in memory (https://docs.getmoto.org). No signature is checked. Its packages are installed once into
     the cache folder, because botocore needs an older python-dateutil than the tests' environment has:
     ``pip install --no-deps --target FOLDER`` with ``MOTO_PACKAGES``, then ``python -m tests.support.moto_server PORT``.
+
+Azurite
+    Microsoft's emulator of Azure Blob Storage, in memory (https://github.com/Azure/Azurite). It needs Node.js. The
+    package is installed once into the cache folder: ``npm install azurite@3.35.0`` (190 MB), then
+    ``node node_modules/azurite/dist/src/blob/main.js --blobPort PORT --inMemoryPersistence --skipApiVersionCheck``. The
+    account and its key are those of every Azurite.
 """
 
 from __future__ import annotations
 
+import base64
+import hmac
 import os
 import shutil
 import socket
@@ -15,11 +23,14 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from email.utils import formatdate
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
+import pytest
 from filelock import FileLock
 
 from batchkit.isolation.child import die_with_parent
@@ -43,8 +54,17 @@ MOTO_PACKAGES = (  # the other packages that moto needs are those of the tests
     "werkzeug==3.1.9",
     "xmltodict==1.0.4",
 )
+AZURITE = "azurite@3.35.0"
+AZURITE_ACCOUNT = "devstoreaccount1"
+AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 BUCKET = "bucket"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchkit"
+
+
+class NotInstalledError(Exception):
+    """The reason why a server can't be started here."""
 
 
 class ObjectServer(NamedTuple):
@@ -63,6 +83,17 @@ class ObjectServer(NamedTuple):
 
 
 @contextmanager
+def object_server(name: str, folder: Path) -> Iterator[ObjectServer]:
+    """Run one of ``SERVERS``, or skip the test if the server is not installed here."""
+    with ExitStack() as stack:
+        try:
+            server = stack.enter_context(SERVERS[name](folder))
+        except NotInstalledError as error:
+            pytest.skip(f"no {name}: {error}")
+        yield server
+
+
+@contextmanager
 def moto_server(folder: Path) -> Iterator[ObjectServer]:
     """Run moto's S3 server. It writes its log into ``folder``."""
     packages, port = install_moto(), free_port()
@@ -75,16 +106,71 @@ def moto_server(folder: Path) -> Iterator[ObjectServer]:
         yield server
 
 
+@contextmanager
+def azurite(folder: Path) -> Iterator[ObjectServer]:
+    """Run Azurite's blob service. It writes its log into ``folder``.
+
+    Raises:
+        NotInstalledError: Node.js is missing, or npm could not install Azurite.
+    """
+    packages, port = install_azurite(), free_port()
+    command = [
+        "node",
+        packages / "node_modules/azurite/dist/src/blob/main.js",
+        "--disableTelemetry",
+    ]
+    command += ["--blobHost", "127.0.0.1", "--blobPort", port]
+    command += ["--inMemoryPersistence", "--skipApiVersionCheck"]
+    with _running(command, port, folder / "azurite.log"):
+        keys = {
+            "AZURE_STORAGE_ACCOUNT_NAME": AZURITE_ACCOUNT,
+            "AZURE_STORAGE_ACCOUNT_KEY": AZURITE_KEY,
+            "AZURE_ALLOW_HTTP": "true",
+        }
+        address = f"http://127.0.0.1:{port}"
+        _make_container(f"{address}/{AZURITE_ACCOUNT}/{BUCKET}")
+        endpoint = ("AZURE_STORAGE_ENDPOINT", f"/{AZURITE_ACCOUNT}")
+        yield ObjectServer(address, f"az://{BUCKET}", keys, *endpoint)
+
+
+SERVERS = {"moto": moto_server, "azurite": azurite}
+
+
 def install_moto() -> Path:
     """Return the folder with moto's packages. The first call in a cache installs them: 15 packages, 20 MB."""
-    folder = CACHE / MOTO_PACKAGES[0].replace("==", "-")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
+    return _cached(
+        MOTO_PACKAGES[0].replace("==", "-"),
+        lambda folder: subprocess.run([*pip, folder, *MOTO_PACKAGES], check=True),
+    )
+
+
+def install_azurite() -> Path:
+    """Return the folder with Azurite's packages. The first call in a cache installs them, in half a minute."""
+    missing = [tool for tool in ("node", "npm") if not shutil.which(tool)]
+    if missing:
+        raise NotInstalledError(f"{missing[0]} is missing; install Node.js")
+    npm = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
+
+    def install(folder: Path) -> None:
+        folder.mkdir()
+        got = subprocess.run([*npm, "--prefix", folder, AZURITE], capture_output=True, text=True)
+        if got.returncode:
+            raise NotInstalledError(f"npm could not install {AZURITE}: {got.stderr.strip()[-300:]}")
+
+    return _cached(AZURITE.replace("@", "-"), install)
+
+
+def _cached(name: str, make: Callable[[Path], object]) -> Path:
+    """Return the folder ``name`` in the cache. If it isn't there, ``make`` is called with a path for it."""
+    folder = CACHE / name
     CACHE.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
+    with FileLock(CACHE / f"{name}.lock"):
         if not folder.exists():
             with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-                pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
-                subprocess.run([*pip, f"{scratch}/new", *MOTO_PACKAGES], check=True)
-                shutil.move(f"{scratch}/new", folder)
+                made = Path(scratch, name)
+                make(made)
+                made.rename(folder)
     return folder
 
 
@@ -92,6 +178,20 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+def _make_container(url: str) -> None:
+    """Make a container of Azurite, which obstore can't do. The signature is described at
+    https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    lines = [f"{name}:{value}" for name, value in headers.items()]
+    resource = f"/{AZURITE_ACCOUNT}{urlsplit(url).path}"
+    signed = "\n".join(["PUT", *[""] * 11, *lines, resource, "restype:container"])
+    digest = hmac.digest(base64.b64decode(AZURITE_KEY), signed.encode(), "sha256")
+    signature = base64.b64encode(digest).decode()
+    headers["Authorization"] = f"SharedKey {AZURITE_ACCOUNT}:{signature}"
+    made = urllib.request.Request(f"{url}?restype=container", headers=headers, method="PUT")
+    urllib.request.urlopen(made, timeout=60).close()
 
 
 def _s3_server(port: int, key: str, secret: str) -> ObjectServer:
