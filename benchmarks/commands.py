@@ -84,8 +84,11 @@ class Line(NamedTuple):
         return f"{self.wanted:.2f} {'holds' if self.ratio >= self.wanted else 'MISSED'}"
 
 
-def options(doc: str) -> Namespace:
-    setting = {"setting": {"choices": ["CPU", "simulated"], "help": "left out: both"}}
+def options(doc: str, *more: str) -> Namespace:
+    """Return the script's options. ``more``: settings that run only if they are named."""
+    setting = {
+        "setting": {"choices": ["CPU", "simulated", *more], "help": "left out: CPU, simulated"}
+    }
     return arguments(doc, "one round, few rows", setting, rounds=(3, 1), rows=(600, 200))
 
 

@@ -43,6 +43,7 @@ ASKED, LARGE = 10, 6000  # questions to each document; documents
 DOCUMENT_TOKENS = 736  # with the question
 KINDS = (4, 5, 6, 8, 10, 14, 20, 40, 100, 200)  # medians of the answers, in tokens
 TOKENS = {"step_ms": 8, "token_us": 20, "image_ms": 0, "median_tokens": 12}
+SHORT = {**TOKENS, "step_ms": 2, "token_us": 10, "median_tokens": 4}
 
 
 def main() -> None:
@@ -96,24 +97,13 @@ def main() -> None:
 def computed(folder: Path, job: Mapping[str, Any], n_documents: int) -> Iterator[Figure]:
     """Print the prompt tokens that each side computes."""
     share = n_documents / LARGE
-    model = json.loads((folder / "text" / "config.json").read_text())
-    head = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    token_bytes = 2 * 4 * model["num_hidden_layers"] * model["num_key_value_heads"] * head
-    most = max(4, round(share * 128))
-    options = {
-        **text.OPTIONS,
-        "max_model_len": 1024,
-        "max_num_seqs": most,
-        "kv_cache_memory_bytes": round(n_documents / 30 * DOCUMENT_TOKENS * token_bytes),
-        "block_size": 32,
-    }
+    options = small_cache(folder / "text", n_documents)
     rows = write_documents(folder / "many.jsonl", n_documents, ASKED, 690)
     tables = {
         "engine": {**job["engine"], "options": options},
         "run": {"look_ahead": max(4, round(share * 1024))},
     }
-    costs = {**TOKENS, "step_ms": 2, "token_us": 10, "median_tokens": 4}
-    setting = Setting("computed", rows, costs, {}, tables)
+    setting = Setting("computed", rows, SHORT, {}, tables)
     found = {
         side: run_side(setting, side, job, f"computed-{place}")
         for place, side in enumerate(["batchkit", IN_WINDOW, IN_ORDER, GENERATE_ALL])
@@ -140,6 +130,20 @@ def computed(folder: Path, job: Mapping[str, Any], n_documents: int) -> Iterator
         wanted = 1.15 if side == "batchkit" else None
         yield Figure(f"prompt tokens computed, {side}", of_ideal, "× ideal", wanted, at_most=True)
     print()
+
+
+def small_cache(model: Path, n_documents: int) -> dict[str, Any]:
+    """Return engine options with a KV cache for a thirtieth of the documents."""
+    config = json.loads((model / "config.json").read_text())
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token_bytes = 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head
+    return {
+        **text.OPTIONS,
+        "max_model_len": 1024,
+        "max_num_seqs": max(4, round(n_documents / LARGE * 128)),
+        "kv_cache_memory_bytes": round(n_documents / 30 * DOCUMENT_TOKENS * token_bytes),
+        "block_size": 32,
+    }
 
 
 def least_computed(documents: Sequence[int], sides: Sequence[Sequence[Sequence[int]]]) -> int:

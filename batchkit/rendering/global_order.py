@@ -218,7 +218,8 @@ class _Keys:
         import numpy as np
 
         n_rows = len(self._indexes)
-        order = self.in_order(np.arange(n_rows), np.frombuffer(lengths, np.float32))
+        every = np.arange(n_rows, dtype=np.uint32)
+        order = self.in_order(every, np.frombuffer(lengths, np.float32))
         indexes = np.frombuffer(self._indexes, np.uint32)
         ends = np.cumsum(np.frombuffer(self._sizes, np.uint32)[order], dtype=np.int64)
         part_bytes = max(BLOCK_BYTES, _BYTES_PER_ROW * n_rows, int(ends[-1]) // (_MOST_PARTS - 1))
@@ -232,7 +233,7 @@ def _by_first(keys: Numbers) -> Numbers:
     import numpy as np
 
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
-    found: Numbers = first[which]
+    found: Numbers = first.astype(np.uint32)[which]
     return found
 
 
