@@ -173,6 +173,10 @@ class Loop:
         """
         if self._screen.is_due:
             self._screen.show(self._tasks, pool.load)
+        if (mirror := self._run.mirror) is not None and mirror.is_due:
+            mirror.offer(self._run.ledger.ends)
+        if mirror is not None and (text := mirror.message()):
+            self._screen.say(text)
         if (now := time.monotonic()) >= self._next_sync:
             took = self._run.ledger.sync()
             interval = max(self._start.job.run.checkpoint_interval_s, 50 * took)

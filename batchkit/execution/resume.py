@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -52,6 +53,9 @@ from batchkit.storage.manifest import FileFingerprint, Manifest, read_manifest, 
 from batchkit.storage.runfolder import Claim, claim, is_of_run, is_run, move_aside
 from batchkit.storage.score_store import SCORES
 from batchkit.storage.starts import History, StartLog, StartNote, read_history
+from batchkit.storage.store.lease import leased
+from batchkit.storage.store.mirror import Mirror
+from batchkit.storage.store.restore import fetch, relation
 from batchkit.types import Record, Row, utc_now
 
 # Changes of these keys alter a row's requests or have no effect on answers, so a recorded answer to an equal request
@@ -71,6 +75,7 @@ class OpenRun(NamedTuple):
     - ``unchecked``: changed options, by key of the identity. The run may continue with them only after
       ``parity.check``, and ``accept`` notes them.
     - ``reused``: the folders in ``run.reuse`` whose answers hold for this run.
+    - ``mirror``: the copy of the folder in ``output.store``, or None.
     """
 
     folder: Path
@@ -80,6 +85,7 @@ class OpenRun(NamedTuple):
     messages: list[str]
     unchecked: Mapping[str, Any]
     reused: Sequence[Path]
+    mirror: Mirror | None
 
     def accept(self, job: JobConfig) -> None:
         """Note that the run continues with the ``unchecked`` options of ``job``."""
@@ -97,28 +103,32 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
         ChangedError: job or input changed, and ``on_change`` is "fail".
         StoreError: another process holds the folder, or the disk fails.
     """
+
+    def say(text: str) -> None:
+        if not start.options.quiet:
+            print(f"batchkit: {text}", file=sys.stderr)
+
     job = start.options.begun_with or start.job  # the run folder keeps the job without overrides
     _import_what_writes(job)
     folder, messages = job.folder, list[str]()
     # The renderer holds template files as read.
     as_read = start.options.begun_with or start.renderer.job
     new = Manifest.new(as_read, source.files or [], constant_files(job))
-    with ExitStack() as held:
+    with ExitStack() as held, ExitStack() as of_store:
         lock = held.enter_context(claim(folder))
+        lease = None
+        if job.store is not None:
+            lease = of_store.enter_context(leased(job.store, job.run.store_interval_s, say))
+            if (state := relation(folder, lease.chain)) == "other":
+                messages.append(f"another machine has continued this run in {job.store}")
+                lock = _claim_again(held, job, messages)
+            if state != "ahead":
+                n_bytes = fetch(lease.chain, folder)
+                messages.append(f"restored {n_bytes / 2**20:,.1f} MiB from {job.store}")
         if _must_move_aside(start, source, new, messages):
-            # ``move_aside`` moves the lock file, too, so the new folder needs another claim.
-            aside = move_aside(folder)
-            held.close()
-            if job.is_trial:
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                messages.append(f"the earlier run is kept in {aside}")
-            lock = held.enter_context(claim(folder))
-            if _has_run(folder):
-                raise StoreError(
-                    f"{folder}: another process began a run here while this one moved the earlier run"
-                    " aside; wait until that run ends, then run the same command again"
-                )
+            lock = _claim_again(held, job, messages)
+        if lease is not None:
+            lock.lost_because = lambda: lease.lost
         starts = StartLog(folder, lock)
         if not is_run(folder):
             # The manifest comes last: a reader that finds it finds the job and the log, too.
@@ -133,10 +143,29 @@ def open_run(start: Start, source: Input) -> Iterator[OpenRun]:
             write_job(folder, job)
         ledger = _open_ledger(folder, lock, messages)
         reused = [*reusable(start.job, messages.append)]
-        run = OpenRun(folder, ledger, manifest, starts, messages, changed, reused)
         starts.save()
+        mirror = None if lease is None else Mirror(lease, folder, job.run.store_interval_s)
+        run = OpenRun(folder, ledger, manifest, starts, messages, changed, reused, mirror)
         with _closing(run):
             yield run
+
+
+def _claim_again(held: ExitStack, job: JobConfig, messages: list[str]) -> Claim:
+    """Move the run folder aside, and lock a new one. ``held``: the lock on the old folder, which is released."""
+    folder = job.folder
+    aside = move_aside(folder)  # this moves the lock file, too
+    held.close()
+    if job.is_trial:
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        messages.append(f"the earlier run is kept in {aside}")
+    lock = held.enter_context(claim(folder))
+    if _has_run(folder):
+        raise StoreError(
+            f"{folder}: another process began a run here while this one moved the earlier run"
+            " aside; wait until that run ends, then run the same command again"
+        )
+    return lock
 
 
 def _manifest_of(folder: Path, new: Manifest, starts: StartLog) -> Manifest:
@@ -231,10 +260,11 @@ def _closing(run: OpenRun) -> Iterator[None]:
 
 def _close(run: OpenRun) -> None:
     run.starts.note(ended_at=utc_now())
-    try:
+    with ExitStack() as last:
+        if (mirror := run.mirror) is not None:
+            last.callback(lambda: mirror.close(run.ledger.ends))
+        last.callback(run.starts.save)
         run.ledger.close()
-    finally:
-        run.starts.save()
 
 
 def _must_move_aside(start: Start, source: Input, new: Manifest, messages: list[str]) -> bool:

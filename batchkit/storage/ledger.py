@@ -23,7 +23,7 @@ from batchkit.storage.log import RESULTS, STEPS, Log, LogLine
 from batchkit.storage.plain_json import encoded
 from batchkit.storage.runfolder import Claim
 from batchkit.storage.steps import GenerationLine, StepsLog
-from batchkit.storage.vectors import Vectors, VectorWriter
+from batchkit.storage.vectors import VECTORS, Vectors, VectorWriter
 from batchkit.types import Counted, Record, Usage, VectorPlace
 
 if TYPE_CHECKING:
@@ -206,6 +206,12 @@ class Ledger:
             self.checkpoint()
         self._at_checkpoint = ends
         return time.monotonic() - started
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """The size in bytes of each file whose bytes are written for good, by its path in the run folder."""
+        vectors = {f"{VECTORS}/{name}": end for name, end in self._vectors.ends.items()}
+        return {RESULTS: self._records.end, STEPS: self.steps.log.end, **vectors}
 
     def checkpoint(self) -> None:
         """Write a checkpoint for the whole logs. The caller must have called fsync on them; ``sync`` does both."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EACCES, EEXIST, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, EPERM, EROFS
 from pathlib import Path
@@ -34,19 +34,26 @@ def is_of_run(job_file: Path) -> bool:
 
 
 class Claim:
-    """The lock that this process holds on a run folder. The lock is lost if its lock file is removed or replaced."""
+    """The lock that this process holds on a run folder. The lock is lost if its lock file is removed or replaced.
+
+    ``lost_because``: returns why the folder must not be written any more for another reason, or "".
+    """
 
     def __init__(self, folder: Path, lock: FileLock) -> None:
+        self.lost_because: Callable[[], str] = str
         self._lock = folder / LOCK
         # Filelock has no public name for the descriptor.
         self._locked = os.fstat(cast(int, lock._context.lock_file_fd))
 
     @property
     def is_lost(self) -> bool:
-        """True if the lock file was removed or replaced, so that its path has another inode number.
+        """True if the lock file was removed or replaced, so that its path has another inode number, or if
+        ``lost_because`` says so.
 
         While this process has the lock file open, no other file gets its inode number.
         """
+        if self.lost_because():
+            return True
         try:
             return not os.path.samestat(self._lock.lstat(), self._locked)
         except OSError:
@@ -57,8 +64,10 @@ class Claim:
         write.
 
         Raises:
-            LostLockError: the lock file was removed or replaced.
+            LostLockError: the lock file was removed or replaced, or another machine has taken the run over.
         """
+        if why := self.lost_because():
+            raise LostLockError(why)
         if self.is_lost:
             raise LostLockError(
                 f"{self._lock}: was removed while this run worked, so another process may be"

@@ -131,15 +131,22 @@ class JobConfig(Table):
 
     def as_part(self, **changes: Any) -> JobConfig:
         """Return a copy for a part of this run that has its own engine, for example a trial. Budgets, the self-check, the
-        random sample, the command at the end, the metrics port and ``fail_on_error`` are left out, because they belong to
-        the whole run. All answers are computed. ``changes``: other values, as for ``with_keys``."""
+        random sample, the command at the end, the metrics port, the store and ``fail_on_error`` are left out, because they
+        belong to the whole run. All answers are computed. ``changes``: other values, as for ``with_keys``."""
         of_whole = dict.fromkeys(("sample", "metrics_port", "on_end"))
         part = self.with_keys(
             run={**of_whole, "fail_on_error": False, "deduplicate": False, "reuse": []},
             budget=BudgetTable(),
             self_check=SelfCheckTable(rows=0),
+            output={"store": None},
         )
         return part.with_keys(**changes)
+
+    @property
+    def store(self) -> str | None:
+        """The address of the run in ``output.store``, or None."""
+        folder = self.output.store
+        return None if folder is None or self.is_trial else f"{folder.rstrip('/')}/{self.name}"
 
     @property
     def folder(self) -> Path:

@@ -52,6 +52,8 @@ class RunTable(Table):
     (docs/planning.md)."""
     checkpoint_interval_s: Free[PositiveSeconds] = 5.0
     """Seconds between checkpoints. A checkpoint syncs the log to disk (fsync) and then updates `checkpoint.json`."""
+    store_interval_s: Free[PositiveSeconds] = 10.0
+    """Seconds between uploads to `output.store`. If the machine is lost, the rows of the last interval run again."""
     fail_on_error: Free[bool | NonNegativeInt | Annotated[float, Field(ge=0, lt=1)]] = False
     """When to stop the run because of failed rows. `true`: at the first failed row. An integer: when more rows than
     this have failed. A number below 1: when more than this fraction of the rows finished or in progress have failed
@@ -203,6 +205,10 @@ class OutputTable(Table):
 
     dir: Free[str] = "output"
     """Folder for run folders. The run folder is `<dir>/<name>`."""
+    store: Free[str | None] = None
+    """Folder in an object store to which the run folder is copied while the run works: `s3://BUCKET/FOLDER`, `gs://`,
+    `az://`, or a shared folder (`file:///FOLDER`). Another machine can continue the run from there
+    (docs/object-stores.md). Needs the extra `store`."""
     keep: Free[list[str] | Literal["*"]] = "*"
     """Input columns to include in exports: `"*"` for all, or a list. Listed columns are also copied into each record,
     as are the columns that `[scoring]` reads."""

@@ -1,0 +1,1 @@
+"""Run folders in an object store (``output.store``): ``seals.py`` has the format."""

@@ -1,0 +1,206 @@
+"""The format of a run in a store: a chain of seals.
+
+    seals/00000001.json                       who writes the run, and which bytes of which files were added
+    segments/00000002-00000001-…              the added bytes of all files, one after another
+    heartbeats/00000001                       changes while the writer lives
+
+Seal N is created only by a writer that has read seal N - 1, and only if seal N does not exist yet. So there is one chain,
+whatever writers, clocks and listings do. A machine takes the run over with a seal in the state ``claimed``; the number
+of that seal is its fencing number, ``fence``, and is part of the name of each of its segments. The previous writer's next
+seal then fails, because its number exists.
+
+The name of a segment is SEAL-FENCE-FIRST-LAST-CRC32: the first and the last row in it, and the checksum of its bytes. It is
+written before its seal, so a seal never names a segment that is not there.
+
+The files of a run, in the state of a seal, are the parts of all seals up to it. A part at byte 0 replaces the file.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from batchkit.errors import StoreError
+from batchkit.storage.log import Checksum
+from batchkit.storage.store.objects import Objects
+
+_AT_ONCE = 16  # requests
+
+
+class _Part(BaseModel):
+    """A part of a seal. Keys that this version does not know are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class Owner(_Part):
+    """The process that writes the run. ``machine`` is unique for a boot and a namespace of process ids."""
+
+    host: str
+    pid: int
+    machine: str
+    token: str  # random, so that no two processes have equal seals
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class SealedPart(_Part):
+    """Bytes of a file: ``size`` bytes from byte ``at``. ``crc32``: of the file from byte 0 to the end of this part."""
+
+    file: str
+    at: int
+    size: int
+    crc32: int
+
+    @property
+    def end(self) -> int:
+        return self.at + self.size
+
+
+class Seal(_Part):
+    """One object of the chain.
+
+    - ``timeout_s``: without a sign of life for so long, the writer counts as dead.
+    - ``segment``: the key of the segment with the bytes of ``parts``, or None if there are no parts.
+    - ``removed``: files that the run no longer has.
+    """
+
+    version: Literal[1] = 1
+    number: int
+    fence: int
+    state: Literal["claimed", "open", "closed"]
+    owner: Owner
+    timeout_s: float
+    written_at: str  # by the writer's clock, for people
+    segment: str | None = None
+    parts: list[SealedPart] = []
+    removed: list[str] = []
+
+
+class Piece(NamedTuple):
+    """A part, the segment that has it, and its first byte there."""
+
+    part: SealedPart
+    segment: str
+    start: int
+
+
+class Chain:
+    """The seals of a run, as far as they have been read. ``files``: the pieces of each file, in their order.
+
+    Raises (every method):
+        StoreError: the store can't be reached, or a seal is damaged.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self.last: Seal | None = None
+        self.files: dict[str, list[Piece]] = {}
+
+    @property
+    def next_number(self) -> int:
+        return 1 if self.last is None else self.last.number + 1
+
+    def catch_up(self) -> Chain:
+        """Read the seals that are new. They are asked for by number, because a listing may lag behind."""
+        n = 1  # doubled, because most often there is nothing new
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            while True:
+                numbers = range(self.next_number, self.next_number + n)
+                for number, raw in zip(numbers, pool.map(self._read, numbers), strict=True):
+                    if raw is None:
+                        return self
+                    self._append(self._parsed(number, raw))
+                n = min(2 * n, 4 * _AT_ONCE)
+
+    def add(self, seal: Seal) -> bool:
+        """Add a seal. Return False if another process has written a seal with this number."""
+        if not self.objects.create(_key(seal.number), seal.model_dump_json().encode()):
+            return False
+        self._append(seal)
+        return True
+
+    def checksum(self, file: str) -> Checksum:
+        """Return the checksum and the size of a file."""
+        pieces = self.files.get(file)
+        return Checksum(pieces[-1].part.crc32, pieces[-1].part.end) if pieces else Checksum()
+
+    def heartbeat(self) -> bytes | None:
+        """Return the newest sign of life of the writer."""
+        return None if self.last is None else self.objects.get(heartbeat_key(self.last.fence))
+
+    def _read(self, number: int) -> bytes | None:
+        return self.objects.get(_key(number))
+
+    def _parsed(self, number: int, raw: bytes) -> Seal:
+        try:
+            return Seal.model_validate_json(raw)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise StoreError(
+                f"{self.objects.address}/{_key(number)}: damaged at {where or 'its start'}: {first['msg']}; restore a copy of"
+                " the object, or set output.store to another folder"
+            ) from error
+
+    def _append(self, seal: Seal) -> None:
+        start = 0
+        for part in seal.parts:
+            assert seal.segment is not None
+            pieces = self.files.setdefault(part.file, [])
+            if part.at == 0:
+                pieces.clear()
+            pieces.append(Piece(part, seal.segment, start))
+            start += part.size
+        for file in seal.removed:
+            self.files.pop(file, None)
+        self.last = seal
+
+
+def pieces_after(pieces: list[Piece], local: Checksum) -> list[Piece] | None:
+    """Return the pieces behind the ``local`` bytes of a file. Return None if the local bytes are no beginning of it that
+    ends between two pieces."""
+    if local == Checksum():
+        return pieces
+    for number, piece in enumerate(pieces, 1):
+        if Checksum(piece.part.crc32, piece.part.end) == local:
+            return pieces[number:]
+    return None
+
+
+def segment_key(number: int, fence: int, rows: tuple[int, int] | None, content: bytes) -> str:
+    """Return the key of a segment. ``rows``: the first and the last row in it."""
+    of_rows = "none" if rows is None else f"{rows[0]}-{rows[1]}"
+    return f"segments/{number:08}-{fence:08}-{of_rows}-{zlib.crc32(content):08x}"
+
+
+def heartbeat_key(fence: int) -> str:
+    return f"heartbeats/{fence:08}"
+
+
+def content_of(objects: Objects, pieces: list[Piece]) -> Iterator[bytes]:
+    """Yield the bytes of consecutive ``pieces`` of one file, a few of them read ahead.
+
+    Raises:
+        StoreError: the store can't be reached, or the bytes differ from their checksum.
+    """
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for first in range(0, len(pieces), _AT_ONCE):
+            some = pieces[first : first + _AT_ONCE]
+            blocks = pool.map(lambda piece: _bytes_of(objects, piece), some)
+            yield from blocks
+
+
+def _bytes_of(objects: Objects, piece: Piece) -> bytes:
+    if not piece.part.size:
+        return b""
+    return objects.get_ranges(piece.segment, [piece.start], [piece.part.size])[0]
+
+
+def _key(number: int) -> str:
+    return f"seals/{number:08}.json"
