@@ -58,7 +58,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.argument("job", type=FILE, required=False)
+@click.argument("job", type=click.Path(), required=False)
 @of_key("engine.model", "--model", "Model folder, or a name on the Hugging Face hub")
 @of_key(
     "input.path",
@@ -149,7 +149,7 @@ def cli() -> None:
     "--dry-run", is_flag=True, help="Print the first 3 rows as the engine would get them, and exit."
 )
 def run(
-    job: Path | None,
+    job: str | None,
     output: str | None,
     shard: str | None,
     overrides: Texts,
@@ -159,6 +159,8 @@ def run(
     **keys: Any,
 ) -> None:
     """Run JOB, or resume it where it stopped.
+
+    JOB may be the address of a run in a store (s3://bucket/runs/NAME): it is continued in output/NAME.
 
     With --vary, or with [[variant]] tables in JOB, each variant is a separate run inside the run folder of JOB. The
     same command resumes them. At the end, the variants are compared with the first one.
@@ -179,7 +181,8 @@ def run(
             "--fresh begins a new run, but --on-change requeue keeps answers of the old run: give only one of them"
         )
     given = options.given_keys(keys)
-    jobs, is_varied = _jobs_to_run(job, overrides, given, vary, shard)
+    file, overrides = options.on_this_machine(job, overrides)
+    jobs, is_varied = _jobs_to_run(file, overrides, given, vary, shard)
     if is_varied and (output is not None or shard is not None):
         flag = "--shard" if output is None else "--output"
         raise click.UsageError(

@@ -161,6 +161,19 @@ def find(run: str | None, overrides: Texts = ()) -> Path:
     return folder
 
 
+def on_this_machine(job: str | None, overrides: Texts) -> tuple[Path | None, Texts]:
+    """Return the job file and the overrides of ``batchkit run JOB``. If JOB is the address of a run in a store, the run is
+    first restored below output/."""
+    from batchkit.runs.remote import restored
+    from batchkit.storage.store.objects import is_store
+
+    if job is None or not is_store(job):
+        return None if job is None else Path(job), overrides
+    file = restored(job, output := Path("output").absolute())
+    here = (f"output.dir={output}", f"name={file.parent.name}")
+    return file, (*here, *overrides)
+
+
 def job_file(run: str | None) -> Path | None:
     """Return ``run`` if it is a job file, or None if it is a run folder."""
     return Path(run) if run is not None and Path(run).is_file() else None

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -60,11 +59,11 @@ def status(run: str | None, watch: bool, as_json: bool) -> None:
 
     Prints rows, failures by kind, tokens, rate and ETA. The list has the newest run first.
     """
-    from batchkit.runs.listing import is_folder_of_runs, runs_below
+    from batchkit.runs.listing import folder_of, is_folder_of_runs, runs_below
     from batchkit.runs.status import status as look
 
-    if run is not None and is_folder_of_runs(Path(run)):
-        show(runs_below(Path(run)), as_json)
+    if run is not None and is_folder_of_runs(of_runs := folder_of(run)):
+        show(runs_below(of_runs), as_json)
         return
     folder = find(run)
     found = look(folder)
@@ -74,7 +73,7 @@ def status(run: str | None, watch: bool, as_json: bool) -> None:
             echo(bar)
         show(found, as_json)
         time.sleep(_WATCH_S)
-        found = look(folder)
+        found = look(find(run))
     if watch:
         click.clear()
     show(found, as_json)

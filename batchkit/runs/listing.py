@@ -18,6 +18,7 @@ from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import BudgetTable
 from batchkit.errors import BatchkitError, JobError, StoreError
 from batchkit.runs.index import stamp_of
+from batchkit.runs.remote import copied
 from batchkit.runs.status import Status, status
 from batchkit.scoring.metrics import markdown
 from batchkit.storage.checkpoint import CHECKPOINT
@@ -26,6 +27,7 @@ from batchkit.storage.log import RESULTS
 from batchkit.storage.manifest import Manifest, read_manifest, without_manifest
 from batchkit.storage.runfolder import LOCK, MANIFEST, held_by, is_run
 from batchkit.storage.starts import STARTS, History, StartNote, latest_run, read_history
+from batchkit.storage.store.objects import is_store
 from batchkit.types import Usage, utc_now
 
 _MOST_LOOKS = 1_000  # runs whose status is kept in memory
@@ -203,7 +205,10 @@ def _start(number: int, start: StartNote) -> Mapping[str, Any]:
 
 
 def folder_of(target: str, overrides: Sequence[str] = ()) -> Path:
-    """Return the run folder for ``target`` (a folder or a job file), even if it has no run yet."""
+    """Return the run folder for ``target``: a folder, a job file, or the address of a run in a store, which is copied.
+    It may have no run yet."""
+    if is_store(target):
+        return copied(target)
     path = Path(target)
     return load_job(path, overrides).folder if path.is_file() else path
 
@@ -218,7 +223,8 @@ def near_run(folder: Path) -> str:
 
 
 def find_run(target: str | None, overrides: Sequence[str] = ()) -> Path:
-    """Return the run folder for ``target``: a run folder or a job file; None means the latest run.
+    """Return the run folder for ``target``: a run folder, a job file, or the address of a run in a store (then it is a
+    copy to read); None means the latest run.
 
     ``overrides`` apply to the job file, for example to its ``name``.
 

@@ -23,6 +23,9 @@ JOB = "job.toml"
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 LOG = "run.log"
+IN_STORE = (
+    ".store.json"  # only in a copy of a run that is in a store: its address, and who holds it
+)
 _HOLDER = ".holder.json"
 # Errors that another try would not remove.
 _REFUSED = (EACCES, EPERM, EROFS, EEXIST, ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP)
@@ -156,7 +159,7 @@ def held_by(folder: Path) -> dict[str, Any] | None:
     try:
         lock = open_private(folder / LOCK, os.O_RDONLY)
     except OSError:
-        return None
+        return _held_in_store(folder)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
@@ -169,6 +172,14 @@ def held_by(folder: Path) -> dict[str, Any] | None:
     except (OSError, orjson.JSONDecodeError):  # the holder is just starting or just ending
         return {"pid": None, "host": None, "since": None}
     return holder
+
+
+def _held_in_store(folder: Path) -> dict[str, Any] | None:
+    try:
+        held: dict[str, Any] | None = orjson.loads(read_bytes(folder / IN_STORE))["held_by"]
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return held
 
 
 def is_run(folder: Path) -> bool:

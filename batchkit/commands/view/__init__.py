@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchkit.engines.registry import require
 from batchkit.errors import Interrupted, JobError
-from batchkit.runs.listing import Runs, find_run
+from batchkit.runs.listing import Runs, find_run, folder_of
 from batchkit.storage.runfolder import is_run
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def view(
 
 
 def _runs(target: str | None, media: tuple[Path, ...]) -> Runs:
-    folder = _OUTPUT if target is None else Path(target)
+    folder = _OUTPUT if target is None else folder_of(target)
     if not folder.is_dir():
         if target is None:
             raise JobError(f"{folder}/: no such folder; name a folder with runs, or a run")
