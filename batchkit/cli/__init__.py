@@ -715,10 +715,12 @@ def _run_and_files(targets: Texts, named: dict[str, str]) -> tuple[str | None, l
     """Return the run and the files in ``targets``. In ``export --parquet RUN``, click takes RUN as the PATH of
     ``--parquet``; such a path in ``named`` is returned as the run."""
     from batchkit.config.export_target import SUFFIXES
+    from batchkit.storage.store.objects import is_store
 
     first, *rest = targets or ("",)
     is_log = Path(first).name == "results.jsonl"  # returned as the run, which `find` then refuses
-    if first and "://" not in first and (is_log or Path(first).suffix.lower() not in SUFFIXES):
+    may_be_run = bool(first) and ("://" not in first or is_store(first))
+    if may_be_run and (is_log or Path(first).suffix.lower() not in SUFFIXES):
         return first, rest
     for name, path in named.items():
         if path and ((Path(path) / "manifest.json").is_file() or path.endswith(".toml")):
