@@ -29,7 +29,7 @@ from batchkit.storage.vectors import VECTORS
 
 _WHOLE = (JOB, MANIFEST, FORECAST)  # small files that are replaced; the others grow
 _LINES = (STARTS, METRICS, LOG, SCORES)
-_SEGMENT_BYTES = 32 << 20  # the most in one segment
+_SEGMENT_BYTES = 8 << 20  # the most in one segment: a request may take 30 s
 _LAST_TRIES_S = 60.0  # at the end of a run, if the store can't be reached
 _MOST_WAIT_S = 30.0  # between tries
 _SAY_S = 60.0  # between messages that the store is behind

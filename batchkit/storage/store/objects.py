@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3", "gs", "az", "file")
 _TRY_S = 20.0  # obstore's own retries within one call
-_CONFIG: dict[str, Any] = {
-    "client_options": {"timeout": "60s"},
-    "retry_config": {"max_retries": 3, "retry_timeout": timedelta(seconds=_TRY_S)},
-}
+_RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=_TRY_S)}
 
 
 def is_store(address: str) -> bool:
@@ -154,6 +151,6 @@ def _opened(address: str) -> ObjectStore:
     try:
         if address.startswith("file://"):
             return LocalStore(Path(unquote(urlsplit(address).path)), mkdir=True)
-        return from_url(address, **_CONFIG)
+        return from_url(address, retry_config=_RETRIES)
     except Exception as error:
         raise JobError(f"{bare(address)}: can't be used as a store: {reason_of(error)}") from error
