@@ -120,6 +120,11 @@ class Lane:
         if self._check is not None:
             self._check.finish()
 
+    def stop_check(self) -> None:
+        """End a self-check that has begun, and report the rows that were compared."""
+        if self._check is not None:
+            self._check.stop()
+
     @property
     def is_checking(self) -> bool:
         """True while rows are computed again for the self-check."""

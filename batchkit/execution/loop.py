@@ -126,7 +126,7 @@ class Loop:
             self._run.starts.save()
             while pool.is_checking and self._turn(pool):
                 pass
-            self._run.starts.note(check_is_due=pool.is_checking)
+            self._run.starts.note(check_is_due=self._stop.has_begun)
 
     def _turn(self, pool: WorkerPool) -> bool:
         """Fill, poll and write once. Return False if the start must stop, and no request is in flight."""

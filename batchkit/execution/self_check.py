@@ -87,7 +87,7 @@ class SelfCheck(EngineLayer):
     - ``hear``: receives the results.
     - ``expected_s``: returns how many seconds the run is expected to take, without loading.
 
-    Raises (from ``poll``):
+    Raises (from ``poll`` and ``stop``):
         WrongAnswersError: more answers than ``self_check.max_different`` allows are different.
     """
 
@@ -112,6 +112,7 @@ class SelfCheck(EngineLayer):
         self._pause: _Pause | None = None  # the newest
         self._spent_s = 0.0
         self._compared: list[tuple[Completion, Verdict]] = []
+        self._n_reported = 0  # of ``_compared``
 
     @property
     def is_busy(self) -> bool:
@@ -158,6 +159,12 @@ class SelfCheck(EngineLayer):
         """Begin the check at the end of the run, once all requests have come back."""
         self._begin(is_end=True)
 
+    def stop(self) -> None:
+        """Compute no more rows again, because the run stops. Report the rows that were compared."""
+        self._due.clear()
+        if len(self._compared) > self._n_reported:
+            self._conclude()
+
     def _begin(self, *, is_end: bool) -> None:
         """Draw answers and begin a pause, if they can be checked in the time that is left for it."""
         rows = self._job.self_check.rows
@@ -172,7 +179,7 @@ class SelfCheck(EngineLayer):
             n_rows = min(n_rows, self._pace.rows_within(budget_s - drain_s))
         if n_rows <= 0:
             return
-        self._pause = _Pause(time.monotonic(), budget_s, len(self._compared))
+        self._pause = _Pause(time.monotonic(), budget_s)
         self._pace.set_limit((budget_s - drain_s) / n_rows)
         self._due.extend(self._drawn.take(n_rows))
         if self._due:
@@ -225,9 +232,12 @@ class SelfCheck(EngineLayer):
 
     def _conclude(self) -> None:
         assert self._pause is not None
-        pause_s = time.monotonic() - self._pause.began
+        now = time.monotonic()
+        pause_s = now - self._pause.began
+        self._pause = self._pause._replace(began=now)  # a pause that is stopped may end twice
         self._spent_s += pause_s
-        new = self._compared[self._pause.n_before :]
+        new = self._compared[self._n_reported :]
+        self._n_reported = len(self._compared)
         self._hear(SelfChecked([_finding(*one) for one in new], pause_s))
         different = [one for one in self._compared if one[1].kind == "different"]
         if self._job.self_check.is_exceeded(len(different), len(self._compared)):
@@ -247,11 +257,10 @@ class SelfCheck(EngineLayer):
 
 
 class _Pause(NamedTuple):
-    """A pause. ``began``: by the monotonic clock. ``n_before``: number of answers compared before."""
+    """A pause. ``began``: by the monotonic clock."""
 
     began: float
     budget_s: float
-    n_before: int
 
 
 class Drawn:

@@ -148,6 +148,11 @@ class Stop:
         if self.by is None:
             budgets = self._budgets(unfinished_tokens)
             self.by = next((name for name, left in budgets if left <= 0), None)
+        return self.has_begun
+
+    @property
+    def has_begun(self) -> bool:
+        """True once a budget or a signal forbids taking new rows."""
         return self.request.signum is not None or self.by is not None
 
     def check_drained(self, n_in_flight: int) -> bool:

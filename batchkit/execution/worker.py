@@ -83,7 +83,9 @@ class Worker:
 
     def fill(self, *, taking: bool = True) -> list[Returned]:
         """Submit requests while there is room. Return rows that ended without an engine, and the outcomes of rows with
-        several generations. ``taking``: False submits none."""
+        several generations. ``taking``: False submits none, and ends self-checks."""
+        for lane in () if taking else self._lanes:
+            lane.stop_check()
         settled = [] if taking else self._requests.take_ended()
         for _, lanes in groupby(self._lanes if taking else (), lambda lane: lane.name):
             if self._requests.will_raise and (settled or self.load.in_flight):

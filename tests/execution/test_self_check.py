@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -176,6 +177,29 @@ def test_a_server_that_mixes_answers_up_stops_the_run(tmp_path: Path) -> None:
         done = batchkit("run", "job.toml", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert checks_of(tmp_path)["different"] > 0
+
+
+def test_wrong_answers_found_before_a_signal_still_stop_the_run(tmp_path: Path) -> None:
+    lasts = Event()
+
+    def before(text: str, body: dict[str, Any]) -> str:
+        """Answers each request differently, and the 38th, which asks for the third row of the check, only later."""
+        with server.lock:
+            number = len(server.bodies)
+        if number >= 38:
+            lasts.wait(60)
+        return f"answer {number}"
+
+    with serving(before) as server:
+        server_job(tmp_path, server, self_check={"rows": 4})
+        with begin("run", "job.toml", cwd=tmp_path) as process:
+            until(lambda: len(server.bodies) == 38)
+            process.send_signal(signal.SIGTERM)
+            _, stderr = process.communicate(timeout=60)
+        lasts.set()
+    assert process.returncode == 1, stderr
+    assert "2 of 2 rows have another answer if they are computed alone" in stderr
+    assert checks_of(tmp_path)["different"] == 2
 
 
 def test_another_users_server_is_not_checked_by_default(tmp_path: Path) -> None:
