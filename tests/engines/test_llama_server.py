@@ -82,6 +82,13 @@ def test_eight_slots_answer_as_one_slot_does(model: Path) -> None:
     assert "n_slots = 8" in (RUN / "engine.log").read_text()
 
 
+def test_answers_of_eight_slots_pass_the_self_check(model: Path) -> None:
+    write(model, prompts(32), self_check={"rows": 6})
+    run()
+    checked = batchkit("status", RUN, "--json").json["checked"]
+    assert (checked["rows"], checked["different"]) == (6, 0), checked
+
+
 def test_lengths_reasons_and_usage_are_the_servers(model: Path) -> None:
     write(model, prompts(10))
     run()

@@ -13,6 +13,7 @@ import pytest
 from batchkit.config.loading import load_job
 from batchkit.storage.log import RESULTS, STEPS
 from batchkit.storage.newest_lines import read_newest
+from batchkit.storage.starts import read_history
 from tests.support.forks import Fork
 from tests.support.own_process import batchkit
 from tests.support.rows import read_jsonl, write_jsonl
@@ -87,6 +88,12 @@ def test_held_out_recordings_are_heard_right(place: Path, shipped: list[dict[str
     print(f"{n_digits - wrong} of {n_digits} digits")
     assert wrong <= 0.05 * n_digits
     assert sum(record["scores"]["wer"] for record in shipped) / len(shipped) < 0.05
+
+
+def test_parts_that_are_heard_again_alone_have_the_same_text(place: Path) -> None:
+    _records(place, "checked", "self_check.rows=6", "input.limit=12")
+    checked = read_history(place / "output/checked").self_checks
+    assert (checked.rows, checked.different) == (6, 0), checked
 
 
 @pytest.mark.release
