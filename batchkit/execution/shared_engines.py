@@ -33,6 +33,7 @@ from batchkit.execution.window import Window
 from batchkit.types import Completion, Request
 
 _SLICE_S = 0.005  # longest poll of a shared engine: requests that other runs submit meanwhile wait for its end
+_RESERVED_S = 1.0  # how long an idle engine waits for the next request that must run alone
 
 
 @dataclass
@@ -147,6 +148,10 @@ class SharedEngine:
         # By ``id(request)``, because requests of different runs may have the same key.
         self._in_flight: dict[int, tuple[Seat, Request]] = {}
         self._of_owner = Counter[str]()  # requests in flight, by owner
+        # A seat whose request ran alone. Until ``_reserved_until``, only this seat may submit, so that the engine need
+        # not drain again before its next request.
+        self._reserved_for: Seat | None = None
+        self._reserved_until = 0.0
         self._load = engine.load()
         self._turned_at = time.monotonic()
 
@@ -158,6 +163,8 @@ class SharedEngine:
     def leave(self, seat: Seat) -> None:
         with self._lock:
             self.seats = [other for other in self.seats if other is not seat]
+            if self._reserved_for is seat:
+                self._reserved_for = None
             left = [request for one, request in self._in_flight.values() if one is seat]
             for request in left:
                 del self._in_flight[id(request)]
@@ -217,6 +224,9 @@ class SharedEngine:
                 seat, _ = self._in_flight.pop(id(completion.request), (None, None))
                 if seat is None:
                     continue  # its run has left
+                if completion.request.alone:
+                    self._reserved_for = seat
+                    self._reserved_until = time.monotonic() + _RESERVED_S
                 self._count(seat, -1)
                 seat.claim.answered += 1
                 seat.inbox.append(completion)
@@ -237,10 +247,14 @@ class SharedEngine:
 
     def _hand_over(self) -> None:
         while len(self._in_flight) < self._window.size:
-            waiting = [seat for seat in self.seats if seat.waiting]
+            if time.monotonic() > self._reserved_until:
+                self._reserved_for = None
+            allowed = self.seats if self._reserved_for is None else [self._reserved_for]
+            waiting = [seat for seat in allowed if seat.waiting]
             if not waiting or self._is_occupied:
                 break
             seat = min(waiting, key=self._priority)
+            self._reserved_for = None
             if seat.waiting[0].alone and self._in_flight:
                 break
             request = seat.waiting.popleft()

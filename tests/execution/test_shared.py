@@ -81,3 +81,22 @@ def test_each_seat_gets_its_own_answers_and_one_that_left_takes_none(shared: Sha
         done += [completion.request.row.index for completion in stays.poll(0.01)]
     assert sorted(done) == list(range(20))
     assert shared.seats == [stays]
+
+
+def test_nothing_else_runs_between_requests_of_a_seat_that_must_run_alone(
+    shared: SharedEngine,
+) -> None:
+    checks, other = shared.seat(EngineClaim("a", (0,), 3)), waiting(shared, "b")
+    alone = Request(Row(0, "0", {}), None, "Hello", {}, "", alone=True)
+    of_other = []
+    for n in range(3):
+        checks.submit(alone)
+        while checks.claim.answered == n:
+            checks.poll(0.001)
+            other.poll(0.001)
+        other.poll(0.05)  # before the next one is submitted
+        of_other.append(other.claim.answered)
+    assert of_other == [0, 0, 0]
+    checks.leave()
+    other.poll(0.05)
+    assert other.claim.answered > 0
