@@ -22,6 +22,7 @@ from batchkit.config.tables import EngineTable, JobConfig
 from batchkit.errors import EngineCrashError, RowOutOfMemoryError, WrongAnswersError
 from batchkit.execution.engine_layer import EngineLayer
 from batchkit.execution.events import Hear, Message, SelfChecked
+from batchkit.rendering.renderer import with_media_bytes
 from batchkit.rendering.request_hash import is_greedy
 from batchkit.runs.answers import SideAnswer, tokens_of
 from batchkit.runs.verdicts import (
@@ -32,13 +33,13 @@ from batchkit.runs.verdicts import (
     of_texts,
     tie_of,
 )
-from batchkit.types import BROKEN_OFF, Completion, Request
+from batchkit.types import BROKEN_OFF, Audio, Completion, Request
 
 FIRST_ANSWERS = 300  # answers before the first check
 MOST_ROWS = 16  # default of ``self_check.rows``
 _SHARE = 0.01  # of the run's expected time, by default
 _LEAST_TOKENS = 16  # of a shortened answer
-_MEDIA_BYTES = 2**25  # a drawn request stays in memory with its media, so larger ones are not drawn
+_MEDIA_BYTES = 2**28  # of all drawn requests, which stay in memory
 _LOGPROBS = 10
 _NOISE = 4  # a gap of up to this many times the engine's noise is a near tie
 _SHOWN = 5
@@ -319,7 +320,6 @@ class Drawn:
         return (
             completion.error is None
             and not broken
-            and request.media_bytes <= _MEDIA_BYTES
             and not any(choice.reasoning or choice.tool_calls for choice in choices)
             and (not _is_drawn(request, self._generates) or self._can_be_scored(completion))
         )
@@ -328,11 +328,24 @@ class Drawn:
         self, kind: str, priority: float, number: int, completion: Completion, most: int = 1
     ) -> None:
         heap = self._kinds.setdefault(kind, [])
-        entry = (priority, number, completion)
-        if len(heap) < most:
-            heapq.heappush(heap, entry)
-        elif entry[:2] > heap[0][:2]:
-            heapq.heapreplace(heap, entry)
+        if len(heap) == most and priority <= heap[0][0]:
+            return
+        heapq.heappush(heap, (priority, number, _with_own_samples(completion)))
+        while len(heap) > most or self._media_bytes > _MEDIA_BYTES:
+            heapq.heappop(heap)
+
+    @property
+    def _media_bytes(self) -> int:
+        return sum(one.request.media_bytes for heap in self._kinds.values() for *_, one in heap)
+
+
+def _with_own_samples(completion: Completion) -> Completion:
+    """Return the completion with a copy of its sound: part of a recording would keep the whole recording in memory."""
+    request = completion.request
+    if request.speech is None:
+        return completion
+    clips = [Audio(clip.samples.copy(), clip.sample_rate) for clip in request.clips]
+    return replace(completion, request=with_media_bytes(replace(request, clips=clips)))
 
 
 class _Alone:

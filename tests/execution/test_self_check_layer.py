@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from batchkit.config.tables import JobConfig
 from batchkit.execution.engine_layer import EngineLayer
 from batchkit.execution.events import Event, Load, SelfChecked
 from batchkit.execution.self_check import FIRST_ANSWERS, SelfCheck, is_checked
-from batchkit.types import Choice, Completion, Request, Row, Usage
+from batchkit.types import Audio, Choice, Completion, Request, Row, Speech, Usage
 
 
 class CountingLayer(EngineLayer):
@@ -117,6 +119,24 @@ def test_the_longest_the_shortest_and_each_adapter_are_among_them() -> None:
     assert {5, 94} <= set(lengths)
     assert {77, 33} <= {request.row.index for request in found}
     assert any(96 <= request.row.index < 104 for request in found)  # while others were preempted
+
+
+def test_the_drawn_rows_keep_little_media_in_memory() -> None:
+    found, _, _ = asked(40, rows=12, make=lambda n: {"media_bytes": 2**26})
+    assert 0 < sum(request.media_bytes for request in found) <= 2**28
+    assert len(asked(40, rows=12, make=lambda n: {"media_bytes": 2**29 * (n < 35)})[0]) == 5
+
+
+def test_a_drawn_part_of_a_recording_keeps_only_its_own_samples() -> None:
+    recording = np.zeros(2**20, np.float32)
+
+    def make(n: int) -> dict[str, Any]:
+        part = Audio(recording[n * 100 : n * 100 + 100], 16_000)
+        return {"clips": [part], "speech": Speech()}
+
+    found, _, _ = asked(40, rows=6, make=make)
+    assert len(found) == 6
+    assert not any(np.shares_memory(request.clips[0].samples, recording) for request in found)
 
 
 def test_by_default_a_check_takes_no_more_than_its_share_of_the_run() -> None:
