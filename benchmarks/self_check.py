@@ -2,15 +2,19 @@
 
     python benchmarks/self_check.py [--runs 50] [--rows 32] [--cost-rows 20000] [--quick]
 
-- False alarms: ``--runs`` runs without a fault, each with other prompts, spread over six engines: vLLM and
-  transformers with SmolLM2-135M in float32 and bfloat16, vLLM with SmolLM2-135M at temperature 1, and vLLM with the
-  demo model. Every run computes 8 of its rows again alone. Needs ``make real-models``.
+- False alarms: ``--runs`` runs without a fault, each with other prompts, spread over ten engines: vLLM and
+  transformers with SmolLM2-135M in float32 and bfloat16, llama.cpp with its weights in 4 bits, the demo model in
+  vLLM and transformers, and vLLM with both models at temperature 1. Every run computes 8 of its rows again alone. A
+  run with a different row is a false alarm. Needs ``make real-models`` and ``make llama-server``.
 - Cost: a run on real vLLM with a simulated accelerator (256 requests at once, 12 ms a step), with the default self-check
   and without. By default, it lasts some minutes; 1 % of its time is allowed.
+
+``--runs 0`` and ``--cost-rows 0`` leave one of the two out.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -27,11 +31,13 @@ from batchkit.commands.demo_model import build_demo_model
 SMALL = {"enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 2**28}
 WORDS = ("tea", "rain", "bread", "a river", "the moon", "an old clock", "snow", "a train", "music")
 DTYPES = ("float32", "bfloat16")
+DEMO, SMOLLM = "demo", "smollm2-135m-instruct"
 CHECKED = 8
+HEADINGS = ("runs", "alarms", "rows", "equal", "near ties", "different")
 
 
 class Sound(NamedTuple):
-    """An engine without a fault."""
+    """An engine without a fault. ``kind``: as in ``[engine]``, or llama.cpp."""
 
     kind: str
     model: str
@@ -41,7 +47,26 @@ class Sound(NamedTuple):
     @property
     def label(self) -> str:
         drawn = f", temperature {self.temperature:g}" if self.temperature else ""
-        return f"{self.kind}, {Path(self.model).name}, {self.dtype}{drawn}"
+        return f"{self.kind}, {self.model}, {self.dtype}{drawn}"
+
+    def table(self, folder: Path) -> dict[str, Any]:
+        """Return the table ``[engine]``. ``folder``: has a folder for each model."""
+        options: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512}
+        if self.kind == "llama.cpp":
+            file = folder / self.model / "model.gguf"
+            return {"kind": "openai-server", "model": str(file), "server": {}, "options": options}
+        options |= {"dtype": self.dtype} | (SMALL if self.kind == "vllm" else {})
+        return {"kind": self.kind, "model": str(folder / self.model), "options": options}
+
+
+ENGINES = [
+    *(Sound(kind, SMOLLM, dtype) for kind in ("vllm", "transformers") for dtype in DTYPES),
+    Sound("llama.cpp", SMOLLM, "Q4_1"),
+    *(Sound("vllm", DEMO, dtype) for dtype in DTYPES),
+    Sound("transformers", DEMO, "bfloat16"),
+    Sound("vllm", SMOLLM, "bfloat16", 1.0),
+    Sound("vllm", DEMO, "float32", 1.0),
+]
 
 
 def main() -> None:
@@ -50,8 +75,11 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        build_demo_model(folder / "demo", text_only=True)
-        found = [*alarms(folder, args.runs, args.rows), *cost(folder, args.cost_rows)]
+        build_demo_model(folder / DEMO, text_only=True)
+        found = [
+            *(alarms(folder, args.runs, args.rows) if args.runs else ()),
+            *(cost(folder, args.cost_rows) if args.cost_rows else ()),
+        ]
     report("self_check", found)
 
 
@@ -60,27 +88,26 @@ def alarms(folder: Path, n_runs: int, n_rows: int) -> Iterator[Figure]:
     sys.path[1:1] = [str(HERE.parent), str(HERE.parent / "scripts")]
     from real_models.__main__ import default_cache
 
-    smollm = str(default_cache() / "smollm2-135m-instruct")
-    engines = [
-        *(Sound(kind, smollm, dtype) for kind in ("vllm", "transformers") for dtype in DTYPES),
-        Sound("vllm", smollm, "bfloat16", 1.0),
-        Sound("vllm", str(folder / "demo"), "float32"),
-    ]
-    print(
-        f"{'engine':>52} {'runs':>5} {'rows':>5} {'equal':>6} {'near ties':>10} {'different':>10}"
-    )
+    from tests.support.llama_cpp import NONE_FOUND, llama_server
+
+    (folder / SMOLLM).symlink_to(default_cache() / SMOLLM)
+    if program := llama_server():
+        (folder / "llama-server").symlink_to(program)
+        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    print(f"{'engine':>52}" + "".join(f"{heading:>11}" for heading in HEADINGS))
     n_alarms = 0
-    for place, engine in enumerate(engines):
-        its_runs = len(range(place, n_runs, len(engines)))
-        counts, gaps = verdicts(folder, engine, its_runs, n_rows)
-        n_alarms += counts["different"]
-        print(
-            f"{engine.label:>52} {its_runs:>5} {counts['rows']:>5} {counts['equal']:>6}"
-            f" {counts['near_ties']:>10} {counts['different']:>10}"
-            + (f"  largest gap of a near tie {max(gaps):.3g}" if gaps else "")
-        )
+    for place, engine in enumerate(ENGINES):
+        its_runs = len(range(place, n_runs, len(ENGINES)))
+        if engine.kind == "llama.cpp" and program is None:
+            print(f"{engine.label:>52} {NONE_FOUND}")
+        elif its_runs:
+            counts, gaps = verdicts(folder, engine, its_runs, n_rows)
+            n_alarms += counts["alarms"]
+            found = "".join(f"{counts[heading.replace(' ', '_')]:>11}" for heading in HEADINGS)
+            gap = f"  largest gap of a near tie {max(gaps):.3g}" if gaps else ""
+            print(f"{engine.label:>52}{found}{gap}", flush=True)
     print()
-    yield Figure("different rows in runs without a fault", n_alarms, "rows", 0, at_most=True)
+    yield Figure("false alarms in runs without a fault", n_alarms, "runs", 0, at_most=True)
 
 
 def verdicts(
@@ -90,17 +117,14 @@ def verdicts(
     from batchkit import JobConfig, ProductionBatchProcessor
     from batchkit.storage.starts import read_history
 
-    options: dict[str, Any] = {"dtype": engine.dtype, "max_num_seqs": 16, "max_model_len": 512}
-    if engine.kind == "vllm":
-        options |= SMALL
     job = JobConfig(
-        name=f"sound-{engine.kind}-{engine.dtype}-{engine.temperature:g}",
-        engine={"kind": engine.kind, "model": engine.model, "options": options},
+        name=f"sound-{ENGINES.index(engine)}",
+        engine=engine.table(folder),
         sampling={"temperature": engine.temperature, "max_tokens": 40},
         self_check={"rows": CHECKED, "max_different": 1.0},
-        output={"dir": str(folder / "output" / Path(engine.model).name)},
+        output={"dir": str(folder / "output")},
     )
-    counts, gaps = Counter[str](), list[float]()
+    counts, gaps = Counter[str](runs=n_runs), list[float]()
     with ProductionBatchProcessor(job) as processor:
         for number in range(n_runs):
             prompts = [
@@ -109,7 +133,7 @@ def verdicts(
             ]
             summary = processor.process(prompts, name=f"{job.name}-{number}")
             checked = read_history(Path(summary.folder)).self_checks
-            counts.update(checked.counts())
+            counts.update(checked.counts(), alarms=checked.different > 0)
             gaps += [its["gap"] for its in checked.differences if its["kind"] == "near_tie"]
     return counts, gaps
 
