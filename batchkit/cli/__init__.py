@@ -108,6 +108,12 @@ def cli() -> None:
     help="Run only shard I (from 0) of N, in the run folder <name>.shard-I-of-N. auto: take I and N from the"
     " SLURM job array.",
 )
+@click.option(
+    "--join",
+    "joins",
+    is_flag=True,
+    help="Answer rows together with other machines that run the same command; they share output.store.",
+)
 @of_key(
     "workers.count",
     "--workers",
@@ -156,6 +162,7 @@ def run(
     vary: Texts,
     dry_run: bool,
     trust: bool,
+    joins: bool,
     **keys: Any,
 ) -> None:
     """Run JOB, or resume it where it stopped.
@@ -202,7 +209,14 @@ def run(
     if job is None:
         ids = f"the column {single.input.id} has the row ids; " * (single.input.id is not None)
         say(f"{ids}the run folder is {single.folder}; the same command resumes the run")
-    outcome = run_job(single, output=output, say=say, **how)
+    if joins:
+        from batchkit.commands.join import join
+
+        if (joined := join(single, say)) is None:
+            return
+        outcome = joined
+    else:
+        outcome = run_job(single, output=output, say=say, **how)
     _print_end(outcome)
     raise SystemExit(outcome.summary.exit)
 

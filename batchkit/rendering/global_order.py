@@ -7,7 +7,7 @@
 - Rows with longer expected answers run first: among groups with different beginnings, and within a group. So no long
   answer begins when the others have ended.
 
-The input is read twice: once for the keys of all rows, 28 bytes for each; then the rows are divided into parts on disk,
+The input is read twice: once for the keys of all rows, 26 bytes for each; then the rows are divided into parts on disk,
 which are loaded one after another. An input that fits into ``BLOCK_BYTES`` is read once and kept in memory. The expected
 lengths are learned from finished rows (``answer_lengths.py``), so the rows in memory are sorted again several times.
 """
@@ -41,7 +41,7 @@ _ROW_BYTES = 512
 _BYTES_PER_ROW = 32  # parts grow with the number of rows, so that there are not too many
 _MOST_PARTS = 256  # open files
 _DEPTHS = (64, 256, 1024, 4096)  # characters
-_GROUP = 2  # rows that share the adapter and 256 characters are a group
+_GROUP = 1  # rows that share the adapter and 256 characters are a group
 _LEAST_GAIN = 0.1
 _PIECES = 64  # of the rows in memory
 _LEAST_SEEN_AGAIN = 3  # groups; fewer are chance
@@ -159,14 +159,13 @@ def ordered_on_disk(
 
 
 def _key(hint: RowHint) -> tuple[int, ...]:
-    """Return the checksum of the adapter, and of the prompt's beginning at each depth."""
+    """Return a checksum of the adapter and the prompt's beginning for each depth."""
     text = hint.beginning[: _DEPTHS[-1]]
-    found, start = [crc32(hint.lora.encode())], 0
+    found, last, start = list[int](), crc32(hint.lora.encode()), 0
     for depth in _DEPTHS:
         if start < len(text):
-            found.append(crc32(text[start:depth].encode("utf-8", "replace"), found[-1]))
-        else:
-            found.append(found[-1])
+            last = crc32(text[start:depth].encode("utf-8", "replace"), last)
+        found.append(last)
         start = depth
     return tuple(found)
 
@@ -176,11 +175,15 @@ class _Keys:
 
     def __init__(self) -> None:
         self._indexes, self._sizes = array("I"), array("I")
-        self._keys = [array("I") for _ in range(1 + len(_DEPTHS))]
+        self._keys = [array("I") for _ in _DEPTHS]
+        self._names = dict[str, int]()  # of adapters, with a number for each
+        self._loras = array("H")
 
     def add(self, index: int, hint: RowHint, size: int) -> None:
         self._indexes.append(index)
         self._sizes.append(size)
+        number = self._names.setdefault(hint.lora, len(self._names))
+        self._loras.append(number & 0xFFFF)  # if there are more adapters, some may mix
         for column, key in zip(self._keys, _key(hint), strict=True):
             column.append(key)
 
@@ -189,9 +192,8 @@ class _Keys:
         ``lengths`` of their answers, keep their order."""
         import numpy as np
 
-        lora, top, *deeper = (
-            _by_first(np.frombuffer(key, np.uint32)[places]) for key in self._keys
-        )
+        top, *deeper = (_by_first(np.frombuffer(key, np.uint32)[places]) for key in self._keys)
+        lora = np.frombuffer(self._loras, np.uint16)[places]
         longest = np.zeros(len(places), np.float32)
         np.maximum.at(longest, top, lengths)
         found: Numbers = places[np.lexsort((-lengths, *reversed(deeper), top, -longest[top], lora))]
@@ -205,7 +207,8 @@ class _Keys:
         near = places[least - 1 : 2 * least]
         if len(near) < 2:
             return least
-        keys = [np.frombuffer(key, np.uint32)[near] for key in self._keys]
+        keys: list[Numbers] = [np.frombuffer(key, np.uint32)[near] for key in self._keys]
+        keys.append(np.frombuffer(self._loras, np.uint16)[near])
         common = np.sum([key[1:] == key[:-1] for key in keys], axis=0)
         return least + int(np.argmin(common))
 

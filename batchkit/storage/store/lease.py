@@ -101,6 +101,42 @@ def leased(address: str, interval_s: float, say: Callable[[str], None]) -> Itera
         lease.close()
 
 
+def timeout_of(interval_s: float) -> float:
+    """Return after how many seconds without a sign of life a writer counts as dead."""
+    return max(_LEAST_TIMEOUT_S, BEATS * interval_s)
+
+
+def take_over(chain: Chain) -> None:
+    """Take the run of ``chain`` away from its writer, which counts as dead, and close it."""
+    last = chain.last
+    if last is None or not chain.add(_seal(chain, "claimed", me := _me(), last.timeout_s)):
+        chain.catch_up()  # it lives
+    else:
+        chain.add(_seal(chain, "closed", me, last.timeout_s, fence=chain.next_number - 1))
+
+
+def _me() -> Owner:
+    return Owner(host=socket.gethostname(), pid=os.getpid(), machine=machine(), token=token_hex(8))
+
+
+def _seal(
+    chain: Chain,
+    state: Literal["claimed", "closed"],
+    owner: Owner,
+    timeout_s: float,
+    fence: int = 0,
+) -> Seal:
+    number, now = chain.next_number, utc_now()
+    return Seal(
+        number=number,
+        fence=fence or number,
+        state=state,
+        owner=owner,
+        timeout_s=timeout_s,
+        written_at=now,
+    )
+
+
 def _claimed(chain: Chain, interval_s: float, say: Callable[[str], None]) -> Lease:
     """Take over the run of ``chain``: at once if no process writes it, or if that process has died on this machine;
     otherwise when it has given no sign of life for its ``timeout_s``, by the clock of this process.
@@ -108,20 +144,12 @@ def _claimed(chain: Chain, interval_s: float, say: Callable[[str], None]) -> Lea
     Raises:
         StoreError: another process writes the run, or the store can't be reached.
     """
-    me = Owner(host=socket.gethostname(), pid=os.getpid(), machine=machine(), token=token_hex(8))
+    me = _me()
     while True:
         last = chain.catch_up().last
         if last is not None and not _is_free(last, me):
             _await_silence(chain, last, say)
-        number = chain.next_number
-        seal = Seal(
-            number=number,
-            fence=number,
-            state="claimed",
-            owner=me,
-            timeout_s=max(_LEAST_TIMEOUT_S, BEATS * interval_s),
-            written_at=utc_now(),
-        )
+        seal = _seal(chain, "claimed", me, timeout_of(interval_s))
         if chain.add(seal):
             return Lease(chain, seal, interval_s)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 import zlib
@@ -24,8 +23,8 @@ from batchkit.storage.score_store import SCORES
 from batchkit.storage.starts import STARTS
 from batchkit.storage.store.lease import Lease
 from batchkit.storage.store.restore import local_checksum
-from batchkit.storage.store.seals import SealedPart, segment_key
-from batchkit.storage.vectors import VECTORS
+from batchkit.storage.store.seals import SealedPart, indexes_in, segment_key
+from batchkit.storage.vectors import VECTORS, segments_of
 
 _WHOLE = (JOB, MANIFEST, FORECAST)  # small files that are replaced; the others grow
 _LINES = (STARTS, METRICS, LOG, SCORES)
@@ -33,7 +32,6 @@ _SEGMENT_BYTES = 8 << 20  # the most in one segment: a request may take 30 s
 _LAST_TRIES_S = 60.0  # at the end of a run, if the store can't be reached
 _MOST_WAIT_S = 30.0  # between tries
 _SAY_S = 60.0  # between messages that the store is behind
-_INDEX = re.compile(rb'^\{"index":(\d+)', re.MULTILINE)
 
 
 class _Added(NamedTuple):
@@ -190,12 +188,20 @@ class Mirror:
         return _Added(file, at, content, state.st_ino) if is_new else None
 
 
+def upload_all(lease: Lease, folder: Path) -> None:
+    """Upload a run folder to which nothing is added any more.
+
+    Raises:
+        StoreError: the store could not be reached.
+    """
+    logs = [folder / RESULTS, folder / STEPS, *segments_of(folder).values()]
+    ends = {str(log.relative_to(folder)): log.stat().st_size for log in logs if log.exists()}
+    Mirror(lease, folder, interval_s=1).close(ends)
+
+
 def _rows_in(added: Sequence[_Added]) -> tuple[int, int] | None:
     """Return the first and the last row of the records in ``added``."""
     indexes = [
-        int(found)
-        for part in added
-        if part.file == RESULTS
-        for found in _INDEX.findall(part.content)
+        index for part in added if part.file == RESULTS for index in indexes_in(part.content)
     ]
     return (min(indexes), max(indexes)) if indexes else None

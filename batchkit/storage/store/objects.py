@@ -97,6 +97,14 @@ class Objects:
             found = obstore.list_with_delimiter(self._store)
             return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
 
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the objects in a ``folder`` below. The newest may be missing."""
+        import obstore
+
+        with self._errors(folder):
+            found = obstore.list_with_delimiter(self._store, f"{folder}/")
+            return [item["path"].rpartition("/")[2] for item in found["objects"]]
+
     def check_create(self) -> None:
         """Check that a second ``create`` of an object fails.
 

@@ -17,6 +17,7 @@ The files of a run, in the state of a seal, are the parts of all seals up to it.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from batchkit.storage.log import Checksum
 from batchkit.storage.store.objects import Objects
 
 _AT_ONCE = 16  # requests
+_INDEX = re.compile(rb'^\{"index":(\d+)', re.MULTILINE)
 
 
 class _Part(BaseModel):
@@ -171,6 +173,11 @@ def pieces_after(pieces: list[Piece], local: Checksum) -> list[Piece] | None:
         if Checksum(piece.part.crc32, piece.part.end) == local:
             return pieces[number:]
     return None
+
+
+def indexes_in(lines: bytes) -> list[int]:
+    """Return the indexes of the rows whose records are in ``lines`` of results.jsonl."""
+    return [int(found) for found in _INDEX.findall(lines)]
 
 
 def segment_key(number: int, fence: int, rows: tuple[int, int] | None, content: bytes) -> str:

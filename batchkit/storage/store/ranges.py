@@ -1,0 +1,150 @@
+"""Ranges of rows in a store, which the processes of ``batchkit run --join`` take.
+
+    ranges/00000012-01    who has taken the rows of range 12 first
+    ranges/00000012-02    who has taken them again, because the first one died, or was the last that worked
+    done/00000012         all rows of range 12 have a record in the store
+
+Each is created only if it does not exist, so that two processes never take the same range at the same time. Each process
+has a run of its own beside them, with a chain of seals.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from batchkit.storage.index_set import IndexSet
+from batchkit.storage.log import RESULTS
+from batchkit.storage.store.lease import take_over
+from batchkit.storage.store.objects import Objects
+from batchkit.storage.store.seals import Chain, content_of, indexes_in
+
+RANGE = 256  # rows
+_MOST_TRIES = 2  # of a range while its owner lives
+
+
+@dataclass
+class _Seen:
+    """A run of another process. ``since``: when its ``sign`` of life was new, by this process's clock."""
+
+    chain: Chain
+    sign: object = None
+    since: float = field(default_factory=time.monotonic)
+
+
+class Ranges:
+    """The ranges of a job's rows, as ``worker``, the name of this process's run below ``objects``, sees and takes them.
+
+    - ``mine``: the ranges that this process has taken and not finished.
+    - ``elsewhere``: rows in them that another process has answered.
+    - ``timeout_s``: without a sign of life for so long, another process counts as dead.
+
+    Raises (every method):
+        StoreError: the store can't be reached.
+    """
+
+    def __init__(self, objects: Objects, worker: str, timeout_s: float) -> None:
+        self._objects, self._worker, self._timeout_s = objects, worker, timeout_s
+        self.mine, self.elsewhere = set[int](), IndexSet()
+        self._n_ranges = 0
+        self._taken, self._done = set[int](), set[int]()
+        self._seen = dict[str, _Seen]()
+        self.look()
+
+    def look(self) -> None:
+        """Read the lists of ranges that are taken and done. They may lag behind."""
+        self._taken = {int(name.partition("-")[0]) for name in self._objects.names("ranges")}
+        self._done = {int(name) for name in self._objects.names("done")}
+
+    def has(self, index: int) -> bool:
+        """Return whether this process has to answer a row. Take the row's range if no process has it."""
+        number = index // RANGE
+        self._n_ranges = max(self._n_ranges, number + 1)
+        if number not in self.mine and number not in self._taken:
+            if self._objects.create(_key(number, 1), self._worker.encode()):
+                self.mine.add(number)
+            self._taken.add(number)
+        return number in self.mine and index not in self.elsewhere
+
+    def finish(self) -> None:
+        """Note that all rows of the ranges of this process have a record in the store."""
+        for number in sorted(self.mine):
+            self._objects.put(_done_key(number), self._worker.encode())
+        self._done |= self.mine
+        self.mine = set()
+
+    def take_more(self) -> bool:
+        """After all ranges were taken once: wait for ranges that are left, and take them. Return False if all rows are
+        done.
+
+        A range is left if the process that took it died. If none is left, but others still work, this process takes the
+        last of their ranges, too, and the first answer counts.
+        """
+        while True:
+            self.look()
+            if not (left := self._not_done()):
+                return False
+            holders = {number: self._holder(number) for number in left}
+            alive = {name: self._is_alive(name) for name in {name for _, name in holders.values()}}
+            self._take_again([n for n in left if not alive[holders[n][1]]], holders)
+            if not self.mine:
+                again = [n for n in left if holders[n][0] < _MOST_TRIES]
+                self._take_again(again[-1:], holders)
+            if self.mine:
+                return True
+            time.sleep(self._timeout_s / 10)
+
+    def workers(self) -> list[str]:
+        """Return the names of the runs of all processes."""
+        others = ("ranges", "done")
+        return [name for name in self._objects.folders() if name not in others]
+
+    def _take_again(self, numbers: list[int], holders: dict[int, tuple[int, str]]) -> None:
+        for number in numbers:
+            tries, holder = holders[number]
+            if self._objects.create(_key(number, tries + 1), self._worker.encode()):
+                self.mine.add(number)
+                first = number * RANGE
+                self.elsewhere |= self._settled_by(holder) & IndexSet(range(first, first + RANGE))
+
+    def _not_done(self) -> list[int]:
+        missing = [number for number in range(self._n_ranges) if number not in self._done]
+        return [number for number in missing if self._objects.get(_done_key(number)) is None]
+
+    def _holder(self, number: int) -> tuple[int, str]:
+        """Return how often a range was taken, and by which process the last time."""
+        tries, holder = 0, ""
+        while (found := self._objects.get(_key(number, tries + 1))) is not None:
+            tries, holder = tries + 1, found.decode()
+        return tries, holder
+
+    def _is_alive(self, worker: str) -> bool:
+        """Return whether a process still works. If it was silent for too long, take its run over, so that it writes no
+        more."""
+        seen = self._seen.setdefault(worker, _Seen(Chain(self._objects.at(worker))))
+        last = seen.chain.catch_up().last
+        if last is not None and last.state == "closed":
+            return False
+        sign = (last, seen.chain.heartbeat())
+        if sign != seen.sign:
+            seen.sign, seen.since = sign, time.monotonic()
+        if time.monotonic() - seen.since < self._timeout_s:
+            return True
+        take_over(seen.chain)
+        return False
+
+    def _settled_by(self, worker: str) -> IndexSet:
+        chain = self._seen[worker].chain.catch_up()
+        settled, rest = IndexSet(), b""
+        for content in content_of(chain.objects, chain.files.get(RESULTS, [])):
+            whole, _, rest = (rest + content).rpartition(b"\n")
+            settled |= IndexSet(indexes_in(whole))
+        return settled
+
+
+def _key(number: int, tries: int) -> str:
+    return f"ranges/{number:08}-{tries:02}"
+
+
+def _done_key(number: int) -> str:
+    return f"done/{number:08}"
