@@ -62,7 +62,7 @@ def join(job: JobConfig, say: Say) -> Outcome | None:
         try:
             with leased(job.store, job.run.store_interval_s, say) as lease:
                 if not lease.chain.files:
-                    _merge(job, ranges.workers(), say)
+                    _merge(job, mine.name, ranges.workers(), say)
                     upload_all(lease, job.folder)
         except StoreError as error:
             say(f"all rows are done; {error}")
@@ -97,10 +97,11 @@ def _of_ranges(source: Input, ranges: Ranges) -> Input:
     )
 
 
-def _merge(job: JobConfig, workers: list[str], say: Say) -> None:
-    """Merge the runs of all ``workers`` into the run folder of ``job``."""
+def _merge(job: JobConfig, mine: str, workers: list[str], say: Say) -> None:
+    """Merge the runs of all ``workers`` into the run folder of ``job``. That of this process is the first, because its
+    paths are those of this machine."""
     parts = list[Path]()
-    for name in workers:
+    for name in sorted(workers, key=lambda name: name != mine):
         chain = Chain(_objects(job).at(name)).catch_up()
         folder = Path(f"{job.folder}{JOINED}") / name
         if chain.files:

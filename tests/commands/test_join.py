@@ -1,0 +1,139 @@
+"""Machines that answer the rows of one job together (``run --join``), and share only a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from random import Random
+from subprocess import Popen
+from typing import Any
+
+import pytest
+
+from batchkit.storage.log import RESULTS
+from batchkit.storage.store.ranges import RANGE
+from tests.support.command_line import batchkit as in_process
+from tests.support.dry_runs import write_job
+from tests.support.own_process import batchkit, begin
+from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.waiting import until
+
+
+pytestmark = pytest.mark.slow
+
+N_ROWS = 6 * RANGE + 7
+SLOW = ["--set", "run.max_in_flight=8"]
+STORM_ROWS = int(os.environ.get("JOIN_ROWS", "20000"))
+STORM_MACHINES = int(os.environ.get("JOIN_MACHINES", "6"))
+STORM_KILLS = int(os.environ.get("JOIN_KILLS", "12"))
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of all machines' working directories; a job that takes 20 ms a row."""
+    prepare(tmp_path, monkeypatch, N_ROWS)
+    return tmp_path
+
+
+def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch, n_rows: int, **run: Any) -> None:
+    job = folder / "job"
+    job.mkdir()
+    monkeypatch.chdir(job)
+    write_jsonl(job / "in.jsonl", [{"id": f"r{n}", "q": f"question {n}"} for n in range(n_rows)])
+    write_job(
+        input={"path": "in.jsonl", "id": "id"},
+        engine={"kind": "dry-run", "options": {"latency_s": 0.01, "max_num_seqs": 8}},
+        run={"store_interval_s": 0.2, **run},
+        output={"store": f"file://{folder}/store"},
+    )
+
+
+def machine(folder: Path, name: str) -> Path:
+    shutil.copytree(folder / "job", folder / name)
+    return folder / name
+
+
+def join(here: Path, *settings: str) -> Popen[str]:
+    return begin("run", "job.toml", "--join", *settings, cwd=here)
+
+
+def check_merged(folder: Path, n_rows: int) -> None:
+    """The merged run is in the store, with each row once."""
+    here = machine(folder, "reader")
+    ended = batchkit("run", "job.toml", cwd=here)
+    assert json.loads(ended.stdout)["skipped"] == n_rows, ended.stderr
+    found = json.loads(batchkit("verify", "output/a", "--json", cwd=here).stdout)
+    assert found["ok"] == found["rows"] == found["records"] == n_rows
+    for record in read_jsonl(here / "output/a" / RESULTS):
+        assert record["text"] == f"dry-run: no model answered row {record['index']}"
+
+
+def test_machines_share_the_rows(machines: Path) -> None:
+    joined = [join(machine(machines, f"machine{n}")) for n in range(3)]
+    ended = [(one.communicate(timeout=120), one.returncode) for one in joined]
+    assert [code for _, code in ended] == [0, 0, 0], ended
+    check_merged(machines, N_ROWS)
+    runs = [run for run in (machines / "store/a.joined").glob("*-*") if (run / "seals").exists()]
+    assert len(runs) == 3
+    for run in runs:  # each has answered some
+        assert any("-none-" not in segment.name for segment in (run / "segments").iterdir())
+
+
+def test_rows_of_a_machine_that_vanished_are_answered_by_others(machines: Path) -> None:
+    first = machine(machines, "first")
+    with join(first, *SLOW) as process:
+        until(lambda: any((machines / "store").glob("a.joined/*/segments/*-0-*")))
+        process.kill()
+    shutil.rmtree(first)
+    second = batchkit("run", "job.toml", "--join", cwd=machine(machines, "second"))
+    assert second.returncode == 0, second.stderr
+    check_merged(machines, N_ROWS)
+
+
+def test_a_machine_that_comes_late_finds_the_merged_run(machines: Path) -> None:
+    assert in_process("run", "job.toml", "--join").exit_code == 0
+    late = batchkit("run", "job.toml", "--join", cwd=machine(machines, "late"))
+    assert late.returncode == 0
+    assert "all rows are done, and merged" in late.stderr
+    assert json.loads(late.stdout)["skipped"] == N_ROWS
+
+
+def test_join_needs_a_store(machines: Path) -> None:
+    write_job()
+    ended = in_process("run", "job.toml", "--join")
+    assert ended.exit_code == 2
+    assert "--join needs output.store" in ended.stderr
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1800)
+def test_machines_that_are_killed_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the machines at a time vanish with their disks, and new ones join."""
+    prepare(tmp_path, monkeypatch, STORM_ROWS)
+    random, names = Random(20261130), iter(range(10**6))
+
+    def new() -> tuple[Path, Popen[str]]:
+        here = machine(tmp_path, f"machine{next(names)}")
+        return here, join(here)
+
+    at_work = [new() for _ in range(STORM_MACHINES)]
+    killed = 0
+    while killed < STORM_KILLS:
+        time.sleep(random.uniform(0.5, 2))
+        for here, process in random.sample(at_work, STORM_MACHINES // 2):
+            at_work.remove((here, process))
+            assert process.poll() is None, process.communicate()[1]
+            process.kill()
+            process.wait()
+            shutil.rmtree(here)
+            killed += 1
+            at_work.append(new())
+    for _, process in at_work:
+        _, stderr = process.communicate(timeout=1200)
+        assert process.returncode == 0, stderr
+    check_merged(tmp_path, STORM_ROWS)
