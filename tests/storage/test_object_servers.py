@@ -23,7 +23,10 @@ pytestmark = pytest.mark.slow
 Connect = Callable[..., "ObjectStore"]
 
 
-@pytest.fixture(scope="module", params=["moto", pytest.param("azurite", marks=pytest.mark.release)])
+OTHERS = [pytest.param(name, marks=pytest.mark.release) for name in ("azurite", "ceph")]
+
+
+@pytest.fixture(scope="module", params=["moto", *OTHERS])
 def any_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ObjectServer]:

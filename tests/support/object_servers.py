@@ -10,6 +10,9 @@ Azurite
     package is installed once into the cache folder: ``npm install azurite@3.35.0`` (190 MB), then
     ``node node_modules/azurite/dist/src/blob/main.js --blobPort PORT --inMemoryPersistence --skipApiVersionCheck``. The
     account and its key are those of every Azurite.
+
+Ceph
+    S3 by Ceph's RADOS gateway, of Debian's packages. Signatures are checked. See tests/support/ceph.py.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ import base64
 import hmac
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from email.utils import formatdate
 from pathlib import Path
 from typing import NamedTuple
@@ -33,9 +36,9 @@ from urllib.parse import urlsplit
 import pytest
 from filelock import FileLock
 
-from batchkit.isolation.child import die_with_parent
+from tests.support.ceph import ceph_gateway
 from tests.support.paths import ROOT
-from tests.support.waiting import until
+from tests.support.server_process import NotInstalledError, free_port, running
 
 MOTO_PACKAGES = (  # the other packages that moto needs are those of the tests
     "moto==5.2.5",
@@ -60,11 +63,8 @@ AZURITE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
 BUCKET = "bucket"
+S3_KEY, S3_SECRET = "key", "secret"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchkit"
-
-
-class NotInstalledError(Exception):
-    """The reason why a server can't be started here."""
 
 
 class ObjectServer(NamedTuple):
@@ -99,10 +99,9 @@ def moto_server(folder: Path) -> Iterator[ObjectServer]:
     packages, port = install_moto(), free_port()
     command = [sys.executable, "-m", "tests.support.moto_server", port]
     path = os.pathsep.join((str(packages), str(ROOT)))
-    with _running(command, port, folder / "moto.log", PYTHONPATH=path):
-        server = _s3_server(port, "key", "secret")
-        made = urllib.request.Request(f"{server.url}/{BUCKET}", method="PUT")
-        urllib.request.urlopen(made, timeout=60).close()
+    with running(command, port, folder / "moto.log", PYTHONPATH=path):
+        server = _s3_server(port)
+        _make_bucket(server)
         yield server
 
 
@@ -114,14 +113,10 @@ def azurite(folder: Path) -> Iterator[ObjectServer]:
         NotInstalledError: Node.js is missing, or npm could not install Azurite.
     """
     packages, port = install_azurite(), free_port()
-    command = [
-        "node",
-        packages / "node_modules/azurite/dist/src/blob/main.js",
-        "--disableTelemetry",
-    ]
-    command += ["--blobHost", "127.0.0.1", "--blobPort", port]
-    command += ["--inMemoryPersistence", "--skipApiVersionCheck"]
-    with _running(command, port, folder / "azurite.log"):
+    program = packages / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
+    command = ["node", program, "--blobHost", "127.0.0.1", "--blobPort", port]
+    command += ["--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry"]
+    with running(command, port, folder / "azurite.log"):
         keys = {
             "AZURE_STORAGE_ACCOUNT_NAME": AZURITE_ACCOUNT,
             "AZURE_STORAGE_ACCOUNT_KEY": AZURITE_KEY,
@@ -133,11 +128,24 @@ def azurite(folder: Path) -> Iterator[ObjectServer]:
         yield ObjectServer(address, f"az://{BUCKET}", keys, *endpoint)
 
 
-SERVERS = {"moto": moto_server, "azurite": azurite}
+@contextmanager
+def ceph(folder: Path) -> Iterator[ObjectServer]:
+    """Run Ceph's RADOS gateway on a cluster in ``folder``.
+
+    Raises:
+        NotInstalledError: A program of Ceph is missing.
+    """
+    with ceph_gateway(folder, S3_KEY, S3_SECRET) as port:
+        server = _s3_server(port)
+        _make_bucket(server)
+        yield server
+
+
+SERVERS = {"moto": moto_server, "azurite": azurite, "ceph": ceph}
 
 
 def install_moto() -> Path:
-    """Return the folder with moto's packages. The first call in a cache installs them: 15 packages, 20 MB."""
+    """Return the folder with moto's packages. The first call in a cache installs them: 15 packages, 88 MB."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     return _cached(
         MOTO_PACKAGES[0].replace("==", "-"),
@@ -174,12 +182,6 @@ def _cached(name: str, make: Callable[[Path], object]) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def _make_container(url: str) -> None:
     """Make a container of Azurite, which obstore can't do. The signature is described at
     https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key."""
@@ -194,40 +196,28 @@ def _make_container(url: str) -> None:
     urllib.request.urlopen(made, timeout=60).close()
 
 
-def _s3_server(port: int, key: str, secret: str) -> ObjectServer:
+def _s3_server(port: int) -> ObjectServer:
     keys = {
-        "AWS_ACCESS_KEY_ID": key,
-        "AWS_SECRET_ACCESS_KEY": secret,
+        "AWS_ACCESS_KEY_ID": S3_KEY,
+        "AWS_SECRET_ACCESS_KEY": S3_SECRET,
         "AWS_REGION": "us-east-1",
         "AWS_ALLOW_HTTP": "true",
     }
     return ObjectServer(f"http://127.0.0.1:{port}", f"s3://{BUCKET}", keys, "AWS_ENDPOINT_URL")
 
 
-@contextmanager
-def _running(
-    command: list[object], port: int, log: Path, **environment: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a server, which answers at ``port`` when the block begins. Kill it at the end."""
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            list(map(str, command)),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
-            preexec_fn=die_with_parent,
-        )
+def _make_bucket(server: ObjectServer) -> None:
+    """Make the bucket of an S3 server: obstore has no function for it, but signs the address."""
+    import obstore
+    from obstore.store import S3Store
 
-    def answers() -> bool:
-        assert process.poll() is None, log.read_text(errors="replace")[-2000:]
-        with suppress(OSError):
-            socket.create_connection(("127.0.0.1", port)).close()
-            return True
-        return False
-
-    try:
-        until(answers)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    store = S3Store(
+        BUCKET,
+        endpoint=server.url,
+        access_key_id=S3_KEY,
+        secret_access_key=S3_SECRET,
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+    url = obstore.sign(store, "PUT", "", timedelta(minutes=1))
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=60).close()
