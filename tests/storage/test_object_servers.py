@@ -50,12 +50,19 @@ def proxy(moto: ObjectServer) -> Iterator[StoreProxy]:
 def connect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Connect:
     """A function that opens a new folder in a server's bucket, with obstore's settings in the environment."""
 
-    def connect(server: ObjectServer, url: str = "", max_retries: int = 0) -> ObjectStore:
+    def connect(
+        server: ObjectServer, url: str = "", max_retries: int = 0, timeout: str = "30s"
+    ) -> ObjectStore:
         for name, value in server.environment(url).items():
             monkeypatch.setenv(name, value)
         folder = request.node.name.replace("[", "-").removesuffix("]")
         return obstore.store.from_url(
-            f"{server.store}/{folder}", retry_config={"max_retries": max_retries}
+            f"{server.store}/{folder}",
+            retry_config={"max_retries": max_retries},
+            client_options={
+                "timeout": timeout,
+                "allow_http": True,
+            },  # replaces that of the environment
         )
 
     return connect
@@ -187,6 +194,17 @@ def test_a_held_put_arrives_after_a_later_one(store: ObjectStore, proxy: StorePr
         assert create(store, "a", b"later") == "created"
         assert held.result() == "AlreadyExistsError"
     assert bytes(obstore.get(store, "a").bytes()) == b"later"
+
+
+def test_a_put_arrives_after_its_client_gave_up(
+    moto: ObjectServer, proxy: StoreProxy, connect: Connect
+) -> None:
+    store = connect(moto, proxy.url, max_retries=2, timeout="1s")
+    proxy.rules = [Rule("hold", passes=1000, times=1)]
+    assert create(store, "a") == "GenericError"  # obstore repeats no create-only put that timed out
+    assert proxy.traffic().requests["PUT"] == 1
+    proxy.close()
+    until(lambda: keys(store) == ["a"])
 
 
 def test_a_held_put_waits_no_longer_than_its_limit(store: ObjectStore, proxy: StoreProxy) -> None:

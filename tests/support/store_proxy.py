@@ -15,6 +15,7 @@ import html
 import http.client
 import random
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -128,15 +129,9 @@ class StoreProxy:
 
     def answer(self, request: Request) -> Reply | None:
         """Return the reply for the client, or None to close its connection without one."""
-        drawn = self._draw(request)
-        reply = self._reply(request, drawn)
-        with self._changed:
-            requests, bytes_in, bytes_out = self._traffic
-            requests["LIST" if request.is_listing else request.method] += 1
-            bytes_in += len(request.body)
-            self._traffic = Traffic(
-                requests, bytes_in, bytes_out + len(reply.body if reply else b"")
-            )
+        self._count("LIST" if request.is_listing else request.method, len(request.body), 0)
+        reply = self._reply(request, self._draw(request))
+        self._count("", 0, len(reply.body) if reply else 0)
         return reply
 
     def close(self) -> None:
@@ -144,6 +139,13 @@ class StoreProxy:
         self._closed.set()
         with self._changed:
             self._changed.notify_all()
+
+    def _count(self, method: str, bytes_in: int, bytes_out: int) -> None:
+        with self._changed:
+            requests, all_in, all_out = self._traffic
+            if method:
+                requests[method] += 1
+            self._traffic = Traffic(requests, all_in + bytes_in, all_out + bytes_out)
 
     def _draw(self, request: Request) -> dict[str, Rule]:
         """Return the rules that apply to ``request``, by their fault."""
@@ -236,11 +238,10 @@ class StoreProxy:
             name = re.search(r"<(Key|Name|Prefix)>(.*?)</\1>", found[0], re.DOTALL)
             assert name, found[0]
             path = folder + html.unescape(name[2])
-            times = [
-                time_s
-                for put, time_s in first_put.items()
-                if put == path or (path.endswith("/") and put.startswith(path))
-            ]
+            if path.endswith("/"):
+                times = [time_s for put, time_s in first_put.items() if put.startswith(path)]
+            else:
+                times = [first_put[path]] if path in first_put else []
             return "" if times and min(times) > as_of_s else found[0]
 
         entry = r"<(Contents|CommonPrefixes|Blob|BlobPrefix)>.*?</\1>"
@@ -265,8 +266,10 @@ def store_proxy(upstream: str, seed: int = 0) -> Iterator[StoreProxy]:
 class _Server(ThreadingHTTPServer):
     request_queue_size = 128  # connections that wait to be accepted
 
-    def handle_error(self, *_: Any) -> None:
-        """Print nothing if a client closes its connection."""
+    def handle_error(self, *where: Any) -> None:
+        """Print an error, unless the client has closed its connection."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(*where)
 
 
 class _Handler(BaseHTTPRequestHandler):
