@@ -337,7 +337,7 @@ def retry_failed(
             raise JobError(f"--kind {kind}: known kinds are {', '.join(ERROR_KINDS)}")
     for key, command in options.given_keys(keys).items():  # of --notify
         overrides += (f"{key}={json.dumps(command, ensure_ascii=False)}",)
-    folder = find(run)
+    folder = find(run, changes=True)
     found = again(
         folder, kinds=kinds, overrides=overrides, job_file=job_file(run), trust=trust, say=say
     )
@@ -481,7 +481,7 @@ def score(
             raise click.UsageError(
                 "--judge scores the answers of a RUN; leave --job and --predictions out"
             )
-        of = find(run)
+        of = find(run, changes=True)
         judging = load(judge, overrides, keys_of_judge(of), of=("",), trust=trust)
         return judge_run(of, judging, say=say, **how)
     if trust or how != {"fresh": False, "on_change": "fail"}:
@@ -490,7 +490,7 @@ def score(
         folder = None if named or run is None else find(run)
         return score_predictions(job_of_rows(named, folder, overrides), predictions, say)
     check_overrides(overrides)
-    of = find(run, overrides)
+    of = find(run, overrides, changes=True)
     return RunScores.of(score_run(of, job_to_score(of, named, overrides), say=say), of)
 
 
@@ -615,7 +615,7 @@ def verify(run: str | None, repair: bool, media: tuple[Path, ...]) -> Result:
     from batchkit.execution.repair import repair as repair_run
     from batchkit.runs.verify import verify as audit
 
-    folder = find(run)
+    folder = find(run, changes=repair)
     if repair:
         echo(repair_run(folder, media), err=True)
     return audit(folder, media)

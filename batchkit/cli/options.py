@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchkit.cli.frame import Result, say, show
+from batchkit.errors import JobError
 
 if TYPE_CHECKING:
     from batchkit.config.tables import JobConfig
@@ -151,10 +152,17 @@ def printed(command: Callable[..., Result]) -> Callable[..., None]:
     return run
 
 
-def find(run: str | None, overrides: Texts = ()) -> Path:
-    """Return the run folder, and print it on stderr if the user did not name it."""
+def find(run: str | None, overrides: Texts = (), *, changes: bool = False) -> Path:
+    """Return the run folder, and print it on stderr if the user did not name it. With ``changes``, the command writes to
+    the run, so an address in a store is refused."""
     from batchkit.runs.listing import find_run
+    from batchkit.storage.store.objects import is_store
 
+    if changes and run is not None and is_store(run):
+        raise JobError(
+            f"{run}: this command changes the run, and the run is in a store; restore it with `batchkit run {run}`, and"
+            " name the run folder"
+        )
     folder = find_run(run, overrides)
     if run is None:
         say(str(folder))

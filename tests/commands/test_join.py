@@ -21,7 +21,6 @@ from tests.support.own_process import batchkit, begin
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.waiting import until
 
-
 pytestmark = pytest.mark.slow
 
 N_ROWS = 6 * RANGE + 7

@@ -81,7 +81,7 @@ class Mirror:
         if not trouble or behind_s < 3 * self._interval_s or now - self._said_at < _SAY_S:
             return ""
         self._said_at = now
-        return f"the store is {behind_s:.0f} s behind, and the run goes on: {trouble}"
+        return f"the store is {behind_s:.0f} s behind, and the run continues: {trouble}"
 
     def close(self, ends: Mapping[str, int]) -> None:
         """Upload the rest, and give the run back.
