@@ -38,6 +38,7 @@ FAULTS = (
     "drop_reply",  # forward, then close the connection
     "late",  # close the connection, then forward after a random time up to `seconds`
     "duplicate",  # forward twice; the client gets the second reply
+    "unconditional",  # forward without If-None-Match, like a server that does not know it
     "hold",  # wait until `passes` later requests were answered or `seconds` are over, then forward
     "old_listing",  # answer a listing as it was `seconds` ago, or if that is 0, when the rule was made
 )
@@ -169,6 +170,9 @@ class StoreProxy:
         if late := drawn.get("late"):
             threading.Thread(target=self._forward_late, args=(request, late), daemon=True).start()
             return None
+        if "unconditional" in drawn:
+            kept = [pair for pair in request.headers if pair[0].lower() != "if-none-match"]
+            request = request._replace(headers=kept)
         if hold := drawn.get("hold"):
             self._hold(hold)
         reply = self._forward(request)

@@ -57,7 +57,7 @@ class Mirror:
         self._inodes = {file: inode for file in self._chain.files if (inode := self._inode(file))}
         self._offers = SimpleQueue[tuple[Mapping[str, int], bool]]()
         self._waits, self._trouble = True, ""
-        self._sealed_at = self._said_at = time.monotonic()
+        self._sealed_at, self._said_at = time.monotonic(), -_SAY_S
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="store-upload", daemon=True)
         self._thread.start()
