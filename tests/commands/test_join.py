@@ -12,13 +12,16 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
+import tomlkit
 
 from batchkit.storage.log import RESULTS
 from batchkit.storage.store.ranges import RANGE
 from tests.support.command_line import batchkit as in_process
 from tests.support.dry_runs import write_job
+from tests.support.forks import Fork
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import read_jsonl, write_jsonl
+from tests.support.small_vllm import SMALL
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -28,6 +31,8 @@ SLOW = ["--set", "run.max_in_flight=8"]
 STORM_ROWS = int(os.environ.get("JOIN_ROWS", "20000"))
 STORM_MACHINES = int(os.environ.get("JOIN_MACHINES", "6"))
 STORM_KILLS = int(os.environ.get("JOIN_KILLS", "12"))
+STORM_PERIOD_S = float(os.environ.get("JOIN_PERIOD_S", "1.2"))
+VLLM_KILLS = int(os.environ.get("JOIN_VLLM_KILLS", "3"))
 
 
 @pytest.fixture
@@ -123,7 +128,7 @@ def test_machines_that_are_killed_again_and_again(
     at_work = [new() for _ in range(STORM_MACHINES)]
     killed = 0
     while killed < STORM_KILLS:
-        time.sleep(random.uniform(0.5, 2))
+        time.sleep(random.uniform(0.5, 1.5) * STORM_PERIOD_S)
         for here, process in random.sample(at_work, STORM_MACHINES // 2):
             at_work.remove((here, process))
             assert process.poll() is None, process.communicate()[1]
@@ -136,3 +141,47 @@ def test_machines_that_are_killed_again_and_again(
         _, stderr = process.communicate(timeout=1200)
         assert process.returncode == 0, stderr
     check_merged(tmp_path, STORM_ROWS)
+
+
+@pytest.mark.vllm
+@pytest.mark.release
+@pytest.mark.timeout(1800)
+def test_vllm_on_three_machines_that_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_model: Path
+) -> None:
+    n_rows, random, names = 4 * RANGE, Random(20261130), iter(range(10**6))
+    options = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
+    prepare(tmp_path, monkeypatch, n_rows)
+    tables = tomlkit.loads(Path("job.toml").read_text())
+    tables["engine"] = {"model": str(text_model), "options": {**options, "max_num_seqs": 8}}
+    tables["sampling"] = {"max_tokens": 24}
+    Path("job.toml").write_text(tomlkit.dumps(tables))
+
+    def new() -> tuple[Path, Popen[str]]:
+        here = machine(tmp_path, f"machine{next(names)}")
+        return here, begin("run", "job.toml", "--join", cwd=here, start=Fork)
+
+    at_work = [new() for _ in range(3)]
+    for _ in range(VLLM_KILLS):
+        time.sleep(random.uniform(2, 12))
+        here, process = at_work.pop(0)
+        if process.poll() is not None:
+            assert process.returncode == 0, process.communicate()[1]
+            break
+        process.kill()
+        process.wait()
+        shutil.rmtree(here)
+        at_work.append(new())
+    for _, process in at_work:
+        _, stderr = process.communicate(timeout=1200)
+        assert process.returncode == 0, stderr
+    here = machine(tmp_path, "calm")
+    for name in ("a", "calm"):
+        ended = batchkit("run", "job.toml", "--set", f"name={name}", cwd=here, start=Fork)
+        assert ended.returncode == 0, ended.stderr
+        assert json.loads(ended.stdout)["skipped"] == (n_rows if name == "a" else 0)
+    stormy, calm = (
+        {one["index"]: one["text"] for one in read_jsonl(here / "output" / name / RESULTS)}
+        for name in ("a", "calm")
+    )
+    assert stormy == calm

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from datetime import UTC, datetime
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from batchkit.storage.store.objects import Objects
 from batchkit.storage.store.seals import Chain, Seal
 from tests.support.command_line import batchkit as in_process
 from tests.support.dry_runs import write_job
+from tests.support.moved_clock import clock_moved_by
 from tests.support.own_process import batchkit, begin
 from tests.support.rows import read_jsonl, write_jsonl
 from tests.support.waiting import until
@@ -260,3 +263,26 @@ def test_a_store_that_can_not_be_written_stops_the_run_at_its_start(
     ended = in_process("run", "job.toml")
     assert ended.exit_code in (1, 2)
     assert "store/a" in ended.stderr
+
+
+@pytest.mark.parametrize("hours", [-7, 7])
+def test_a_clock_that_is_hours_off_changes_nothing(hours: int, place: Path, tmp_path: Path) -> None:
+    """Neither does it keep a machine from a takeover, nor let it take over a run whose writer lives."""
+    wrong = clock_moved_by(hours * 3600, tmp_path)
+    slow = ["--set", "run.max_in_flight=1"]
+    other = tmp_path / "other"
+    shutil.copytree(place, other)
+    with begin("run", "job.toml", *slow, cwd=place, start=Popen) as first:
+        until(lambda: len(chain_of(tmp_path).files.get(RESULTS, [])) > 1)
+        refused = batchkit("run", "job.toml", cwd=other, start=Popen, **wrong)
+        assert refused.returncode == 1
+        assert "is writing this run" in refused.stderr
+        first.kill()
+    shutil.rmtree(place / "output")
+    ended = batchkit("run", "job.toml", cwd=other, start=Popen, **wrong)
+    assert ended.returncode == 0, ended.stderr
+    assert len(texts(other / "output/a")) == N_ROWS
+    last = chain_of(tmp_path).last
+    assert last is not None
+    off = datetime.fromisoformat(last.written_at) - datetime.now(UTC)
+    assert round(off.total_seconds() / 3600) == hours  # it was off

@@ -29,7 +29,8 @@ from batchkit.errors import StoreError
 from batchkit.storage.log import Checksum
 from batchkit.storage.store.objects import Objects
 
-_AT_ONCE = 16  # requests
+_AT_ONCE = 16  # requests for seals
+_PIECES_AT_ONCE = 4  # each has up to 8 MiB
 _INDEX = re.compile(rb'^\{"index":(\d+)', re.MULTILINE)
 
 
@@ -196,11 +197,10 @@ def content_of(objects: Objects, pieces: list[Piece]) -> Iterator[bytes]:
     Raises:
         StoreError: the store can't be reached, or the bytes differ from their checksum.
     """
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for first in range(0, len(pieces), _AT_ONCE):
-            some = pieces[first : first + _AT_ONCE]
-            blocks = pool.map(lambda piece: _bytes_of(objects, piece), some)
-            yield from blocks
+    with ThreadPoolExecutor(_PIECES_AT_ONCE) as pool:
+        for first in range(0, len(pieces), _PIECES_AT_ONCE):
+            some = pieces[first : first + _PIECES_AT_ONCE]
+            yield from pool.map(lambda piece: _bytes_of(objects, piece), some)
 
 
 def _bytes_of(objects: Objects, piece: Piece) -> bytes:
