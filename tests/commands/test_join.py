@@ -149,7 +149,7 @@ def test_machines_that_are_killed_again_and_again(
 def test_vllm_on_three_machines_that_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text_model: Path
 ) -> None:
-    n_rows, random, names = 4 * RANGE, Random(20261130), iter(range(10**6))
+    n_rows, random, names = (2 + 2 * VLLM_KILLS) * RANGE, Random(20261130), iter(range(10**6))
     options = {name: value for name, value in SMALL.items() if name != "limit_mm_per_prompt"}
     prepare(tmp_path, monkeypatch, n_rows)
     tables = tomlkit.loads(Path("job.toml").read_text())
@@ -163,11 +163,9 @@ def test_vllm_on_three_machines_that_are_killed(
 
     at_work = [new() for _ in range(3)]
     for _ in range(VLLM_KILLS):
-        time.sleep(random.uniform(2, 12))
+        time.sleep(random.uniform(1, 6))
         here, process = at_work.pop(0)
-        if process.poll() is not None:
-            assert process.returncode == 0, process.communicate()[1]
-            break
+        assert process.poll() is None, process.communicate()[1]
         process.kill()
         process.wait()
         shutil.rmtree(here)
