@@ -22,6 +22,10 @@ from batchkit.execution.start import OnChange, StartOptions
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import Outcome, notifying
 from batchkit.runs.compare import RunScores
+from batchkit.storage.runfolder import claim
+from batchkit.storage.score_store import SCORES
+from batchkit.storage.store.lease import leased
+from batchkit.storage.store.mirror import upload_all
 
 
 def run_job(
@@ -73,9 +77,17 @@ def started(
             outcome = start_run(job, options=options, kept=kept, stop=stop)
             ended(outcome.summary)
             outcome = _with_scores(outcome, scored_as, say)
+            if job.store is not None and (job.folder / SCORES).exists():
+                _upload_scores(job, job.store, say)
         outcome = _with_exports(outcome, exports, say)
         ended(outcome.summary)
     return outcome
+
+
+def _upload_scores(job: JobConfig, store: str, say: Say) -> None:
+    """Upload the scores, which are computed after the run has given its folder in the store back."""
+    with claim(job.folder), leased(store, job.run.store_interval_s, say) as lease:
+        upload_all(lease, job.folder)
 
 
 def _with_scores(outcome: Outcome, job: JobConfig, say: Say) -> Outcome:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from batchkit.storage.log import RESULTS
+from batchkit.storage.score_store import SCORES
 from batchkit.storage.store.objects import Objects
 from batchkit.storage.store.seals import Chain, Seal
 from tests.support.command_line import batchkit as in_process
@@ -189,6 +190,16 @@ def test_a_new_run_replaces_the_old_one_in_the_store(place: Path, tmp_path: Path
     assert in_process("status", f"{store_of(tmp_path)}/a", "--json").json["ok"] == 10
     shutil.rmtree(place / "output")
     assert in_process("run", "job.toml").json["skipped"] == 10
+
+
+def test_scores_that_were_computed_later_are_in_the_store(place: Path, tmp_path: Path) -> None:
+    half(tmp_path)
+    assert SCORES not in chain_of(tmp_path).files
+    job_in(tmp_path, scoring={"reference": "q", "scorers": ["em"]})
+    assert in_process("score", "--job", "job.toml").exit_code == 0
+    assert in_process("run", "job.toml", "--limit", str(N_ROWS // 2)).exit_code == 0
+    scores = (place / "output/a" / SCORES).stat().st_size
+    assert chain_of(tmp_path).checksum(SCORES).end == scores
 
 
 def test_vectors_and_generations_are_restored(place: Path, tmp_path: Path) -> None:
