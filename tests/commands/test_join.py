@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from random import Random
 from subprocess import Popen
-from typing import Any
 
 import pytest
 import tomlkit
@@ -31,6 +30,7 @@ SLOW = ["--set", "run.max_in_flight=8"]
 STORM_ROWS = int(os.environ.get("JOIN_ROWS", "20000"))
 STORM_MACHINES = int(os.environ.get("JOIN_MACHINES", "6"))
 STORM_KILLS = int(os.environ.get("JOIN_KILLS", "12"))
+STORM_LATENCY_S = float(os.environ.get("JOIN_LATENCY_S", "0.01"))
 STORM_PERIOD_S = float(os.environ.get("JOIN_PERIOD_S", "1.2"))
 VLLM_KILLS = int(os.environ.get("JOIN_VLLM_KILLS", "3"))
 
@@ -42,15 +42,17 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch, n_rows: int, **run: Any) -> None:
+def prepare(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, n_rows: int, latency_s: float = 0.01
+) -> None:
     job = folder / "job"
     job.mkdir()
     monkeypatch.chdir(job)
     write_jsonl(job / "in.jsonl", [{"id": f"r{n}", "q": f"question {n}"} for n in range(n_rows)])
     write_job(
         input={"path": "in.jsonl", "id": "id"},
-        engine={"kind": "dry-run", "options": {"latency_s": 0.01, "max_num_seqs": 8}},
-        run={"store_interval_s": 0.2, **run},
+        engine={"kind": "dry-run", "options": {"latency_s": latency_s, "max_num_seqs": 8}},
+        run={"store_interval_s": 0.2},
         output={"store": f"file://{folder}/store"},
     )
 
@@ -118,7 +120,7 @@ def test_machines_that_are_killed_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the machines at a time vanish with their disks, and new ones join."""
-    prepare(tmp_path, monkeypatch, STORM_ROWS)
+    prepare(tmp_path, monkeypatch, STORM_ROWS, STORM_LATENCY_S)
     random, names = Random(20261130), iter(range(10**6))
 
     def new() -> tuple[Path, Popen[str]]:

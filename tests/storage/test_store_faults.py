@@ -137,6 +137,17 @@ def test_a_store_without_conditional_writes_is_refused(machine: Machine) -> None
     assert not (machine.folder / "output/a/manifest.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("command", "store"), [("run", "s3://no-bucket/runs"), ("status", "s3://no-bucket/runs/a")]
+)
+def test_a_bucket_that_is_missing(command: str, store: str, machine: Machine) -> None:
+    words = [store] if command == "status" else ["job.toml", "--set", f"output.store={store}"]
+    ended = batchkit(command, *words, cwd=machine.folder)
+    assert ended.returncode == 1
+    assert "NoSuchBucket" in ended.stderr
+    assert ended.stderr.endswith("; check the name of the bucket\n")
+
+
 def test_a_listing_that_lags_hides_no_seal(machine: Machine) -> None:
     machine.proxy.rules = [Rule("old_listing")]
     with machine.begin() as process:

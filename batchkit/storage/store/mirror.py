@@ -56,7 +56,7 @@ class Mirror:
         # By file, of which the store has the beginning: the local file's inode number.
         self._inodes = {file: inode for file in self._chain.files if (inode := self._inode(file))}
         self._offers = SimpleQueue[tuple[Mapping[str, int], bool]]()
-        self._waits, self._trouble = True, ""
+        self._waits, self._trouble, self._is_complete = True, "", False
         self._sealed_at, self._said_at = time.monotonic(), -_SAY_S
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="store-upload", daemon=True)
@@ -92,9 +92,10 @@ class Mirror:
         self._closing.set()
         self.offer(ends, is_last=True)
         self._thread.join()
-        if self._trouble and not self._lease.lost:
+        if not (self._is_complete or self._lease.lost):
+            trouble = self._trouble or "the upload failed"
             raise StoreError(
-                f"{self._trouble}. The newest rows are not in the store; they are in {self._folder}. Run the same command"
+                f"{trouble}. The newest rows are not in the store; they are in {self._folder}. Run the same command"
                 " again on this machine"
             )
 
@@ -123,6 +124,7 @@ class Mirror:
                 time.sleep(1.0)
             self._sealed_at = time.monotonic()
             self._waits = True
+        self._is_complete = True
 
     def _is_uploaded(self, ends: Mapping[str, int], is_last: bool) -> bool:
         """Upload everything before ``ends``, in as many seals as it takes. Return False if that failed."""

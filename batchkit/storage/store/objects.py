@@ -6,6 +6,7 @@ an object never changes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,13 +17,15 @@ from urllib.parse import unquote, urlsplit
 
 from batchkit.config.installation import how_to_install
 from batchkit.config.masking import masked_text
-from batchkit.config.urls import bare
+from batchkit.config.urls import CHECK_KEYS, bare
 from batchkit.errors import JobError, StoreError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 SCHEMES = ("s3", "gs", "az", "file")
+_KEYS_OF_MACHINE = "169.254.169.254"  # asked for keys if the environment has none
+_ANSWER = re.compile(r"<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.DOTALL)  # of S3 and Azure
 _TRY_S = 20.0  # obstore's own retries within one call
 _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=_TRY_S)}
 
@@ -133,16 +136,26 @@ class Objects:
     def _errors(self, key: str) -> Iterator[None]:
         try:
             yield
-        except (StoreError, FileNotFoundError):
+        except StoreError:
             raise
         except Exception as error:  # obstore's errors have no common base with those of the OS
-            raise StoreError(f"{bare(self.address)}/{key}: {reason_of(error)}") from error
+            place = f"{bare(self.address)}/{key}".rstrip("/")
+            raise StoreError(f"{place}: {reason_of(error)}") from error
 
 
 def reason_of(error: Exception) -> str:
-    """Return the first paragraph of an error of obstore, on one line and without secrets."""
+    """Return the reason of an error of obstore, on one line and without secrets, with advice if access keys or the bucket
+    may be wrong."""
     text, _, _ = str(error).partition("\n\nDebug source")
-    return masked_text(" ".join(text.split())) or type(error).__name__
+    if (answer := _ANSWER.search(text)) is not None:
+        text = ": ".join(answer.groups())
+    text = masked_text(" ".join(text.split())) or type(error).__name__
+    is_refused = type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
+    if is_refused or _KEYS_OF_MACHINE in text:
+        return f"{text}; {CHECK_KEYS}"
+    if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
+        return f"{text}; check the name of the bucket"
+    return text
 
 
 def _opened(address: str) -> ObjectStore:
