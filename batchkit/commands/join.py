@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from secrets import token_hex
@@ -21,12 +22,14 @@ from batchkit.execution.start import StartOptions
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import Outcome
 from batchkit.sources.input import Input, from_job
+from batchkit.sources.reader import Skip
 from batchkit.storage.store.lease import leased, timeout_of
 from batchkit.storage.store.mirror import upload_all
 from batchkit.storage.store.objects import Objects
 from batchkit.storage.store.ranges import RANGE, Ranges
 from batchkit.storage.store.restore import fetch
 from batchkit.storage.store.seals import Chain
+from batchkit.types import Row
 
 JOINED = ".joined"
 
@@ -41,6 +44,10 @@ def join(job: JobConfig, say: Say) -> Outcome | None:
     """
     if job.store is None:
         raise JobError("--join needs output.store, a folder that all machines can reach: set it")
+    if job.run.sample is not None:
+        raise JobError(
+            "run.sample can't be used with --join: use input.limit, or leave one of them out"
+        )
     if Chain(Objects(job.store)).catch_up().files:
         say(f"all rows are done, and merged in {job.store}")
         return run_job(job, say=say)
@@ -88,13 +95,12 @@ def _objects(job: JobConfig) -> Objects:
 
 def _of_ranges(source: Input, ranges: Ranges) -> Input:
     """Return ``source`` limited to the rows whose ranges this process has or can take."""
-    return source._replace(
-        read=lambda skip: source.read(lambda index: not ranges.has(index) or skip(index)),
-        everything=lambda skip: source.everything(
-            lambda index: not ranges.has(index) or skip(index)
-        ),
-        size=lambda: None,
-    )
+
+    def read(skip: Skip) -> Iterator[Row]:
+        yield from source.read(lambda index: not ranges.has(index) or skip(index))
+        ranges.end_pass()
+
+    return source._replace(read=read, size=lambda: None)
 
 
 def _merge(job: JobConfig, mine: str, workers: list[str], say: Say) -> None:

@@ -192,6 +192,17 @@ def test_a_new_run_replaces_the_old_one_in_the_store(place: Path, tmp_path: Path
     assert in_process("run", "job.toml").json["skipped"] == 10
 
 
+def test_a_new_run_without_rows_has_none_of_the_old_one(place: Path, tmp_path: Path) -> None:
+    """A kill after the first upload of a new run must not leave its manifest with the old records."""
+    half(tmp_path)
+    job_in(tmp_path, engine={"kind": "dry-run", "options": {"latency_s": 30.0}})
+    with begin("run", "job.toml", "--fresh", cwd=place) as process:
+        until(lambda: chain_of(tmp_path).last.state == "open" and seals_of(tmp_path)[-1].fence > 3)
+        process.kill()
+    shutil.rmtree(place / "output")
+    assert in_process("status", f"{store_of(tmp_path)}/a", "--json").json["ok"] == 0
+
+
 def test_scores_that_were_computed_later_are_in_the_store(place: Path, tmp_path: Path) -> None:
     half(tmp_path)
     assert SCORES not in chain_of(tmp_path).files

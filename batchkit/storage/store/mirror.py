@@ -131,7 +131,7 @@ class Mirror:
         try:
             while self._lease.is_held():
                 added = [*self._added(ends)]
-                removed = [file for file in self._chain.files if not self._is_there(file)]
+                removed = [file for file in self._chain.files if self._is_obsolete(file)]
                 if added or removed:
                     self._seal(added, removed)
                 elif is_last and not self._lease.is_closed:
@@ -143,8 +143,10 @@ class Mirror:
             self._trouble = str(error)
         return False
 
-    def _is_there(self, file: str) -> bool:
-        return (self._folder / file).exists()
+    def _is_obsolete(self, file: str) -> bool:
+        """Return whether the store has a file that is gone here, or that is not the beginning of the one here. All of these
+        are removed with one seal, so that a restored run never mixes two."""
+        return not (self._folder / file).exists() or not (file in _WHOLE or file in self._inodes)
 
     def _seal(self, added: Sequence[_Added], removed: Sequence[str]) -> None:
         parts, segment = list[SealedPart](), None
@@ -181,12 +183,12 @@ class Mirror:
             is_new = file not in self._chain.files or Checksum().and_of(content) != known
             return _Added(file, 0, content, state.st_ino) if is_new else None
         is_same = self._inodes.get(file) == state.st_ino and end >= known.end
-        at = known.end if is_same else 0
+        at = known.end if is_same else 0  # also if the file was replaced
         opened.seek(at)
         content = opened.read(min(room, end - at))
         if file in _LINES:  # another thread may be writing the last line
             content = content[: content.rfind(b"\n") + 1]
-        is_new = bool(content) or file not in self._chain.files
+        is_new = bool(content) or at < known.end or file not in self._chain.files
         return _Added(file, at, content, state.st_ino) if is_new else None
 
 

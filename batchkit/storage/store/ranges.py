@@ -35,7 +35,7 @@ class _Seen:
 class Ranges:
     """The ranges of a job's rows, as ``worker``, the name of this process's run below ``objects``, sees and takes them.
 
-    - ``mine``: the ranges that this process has taken and not finished.
+    - ``mine``: the ranges that this process has taken and not finished. Ranges are taken until ``end_pass``.
     - ``elsewhere``: rows in them that another process has answered.
     - ``timeout_s``: without a sign of life for so long, another process counts as dead.
 
@@ -46,7 +46,7 @@ class Ranges:
     def __init__(self, objects: Objects, worker: str, timeout_s: float) -> None:
         self._objects, self._worker, self._timeout_s = objects, worker, timeout_s
         self.mine, self.elsewhere = set[int](), IndexSet()
-        self._n_ranges = 0
+        self._n_ranges, self._takes = 0, True
         self._taken, self._done = set[int](), set[int]()
         self._seen = dict[str, _Seen]()
         self.look()
@@ -60,11 +60,15 @@ class Ranges:
         """Return whether this process has to answer a row. Take the row's range if no process has it."""
         number = index // RANGE
         self._n_ranges = max(self._n_ranges, number + 1)
-        if number not in self.mine and number not in self._taken:
+        if self._takes and number not in self.mine and number not in self._taken:
             if self._objects.create(_key(number, 1), self._worker.encode()):
                 self.mine.add(number)
             self._taken.add(number)
         return number in self.mine and index not in self.elsewhere
+
+    def end_pass(self) -> None:
+        """Take no more ranges: all rows have been read, and another reading must not take ranges that no one runs."""
+        self._takes = False
 
     def finish(self) -> None:
         """Note that all rows of the ranges of this process have a record in the store."""
@@ -82,15 +86,20 @@ class Ranges:
         """
         while True:
             self.look()
-            if not (left := self._not_done()):
+            holders = {number: self._holders(number) for number in self._not_done()}
+            if not holders:
                 return False
-            holders = {number: self._holder(number) for number in left}
-            alive = {name: self._is_alive(name) for name in {name for _, name in holders.values()}}
-            self._take_again([n for n in left if not alive[holders[n][1]]], holders)
-            if not self.mine:
-                again = [n for n in left if holders[n][0] < _MOST_TRIES]
-                self._take_again(again[-1:], holders)
+            alive = {
+                name: self._is_alive(name) for names in holders.values() for name in names[-1:]
+            }
+            for number, names in holders.items():
+                if not names or not alive[names[-1]]:
+                    self._take_again(number, names)
+            again = [n for n, names in holders.items() if len(names) < _MOST_TRIES]
+            if again and not self.mine:
+                self._take_again(again[-1], holders[again[-1]])
             if self.mine:
+                self._takes = True
                 return True
             time.sleep(self._timeout_s / 10)
 
@@ -99,29 +108,28 @@ class Ranges:
         others = ("ranges", "done")
         return [name for name in self._objects.folders() if name not in others]
 
-    def _take_again(self, numbers: list[int], holders: dict[int, tuple[int, str]]) -> None:
-        for number in numbers:
-            tries, holder = holders[number]
-            if self._objects.create(_key(number, tries + 1), self._worker.encode()):
-                self.mine.add(number)
-                first = number * RANGE
-                self.elsewhere |= self._settled_by(holder) & IndexSet(range(first, first + RANGE))
+    def _take_again(self, number: int, holders: list[str]) -> None:
+        if self._objects.create(_key(number, len(holders) + 1), self._worker.encode()):
+            self.mine.add(number)
+            rows = IndexSet(range(number * RANGE, (number + 1) * RANGE))
+            for holder in holders:
+                self.elsewhere |= self._settled_by(holder) & rows
 
     def _not_done(self) -> list[int]:
         missing = [number for number in range(self._n_ranges) if number not in self._done]
         return [number for number in missing if self._objects.get(_done_key(number)) is None]
 
-    def _holder(self, number: int) -> tuple[int, str]:
-        """Return how often a range was taken, and by which process the last time."""
-        tries, holder = 0, ""
-        while (found := self._objects.get(_key(number, tries + 1))) is not None:
-            tries, holder = tries + 1, found.decode()
-        return tries, holder
+    def _holders(self, number: int) -> list[str]:
+        """Return the processes that have taken a range, the newest last."""
+        holders = list[str]()
+        while (found := self._objects.get(_key(number, len(holders) + 1))) is not None:
+            holders.append(found.decode())
+        return holders
 
     def _is_alive(self, worker: str) -> bool:
         """Return whether a process still works. If it was silent for too long, take its run over, so that it writes no
         more."""
-        seen = self._seen.setdefault(worker, _Seen(Chain(self._objects.at(worker))))
+        seen = self._of(worker)
         last = seen.chain.catch_up().last
         if last is not None and last.state == "closed":
             return False
@@ -133,8 +141,13 @@ class Ranges:
         take_over(seen.chain)
         return False
 
+    def _of(self, worker: str) -> _Seen:
+        if worker not in self._seen:
+            self._seen[worker] = _Seen(Chain(self._objects.at(worker)))
+        return self._seen[worker]
+
     def _settled_by(self, worker: str) -> IndexSet:
-        chain = self._seen[worker].chain.catch_up()
+        chain = self._of(worker).chain.catch_up()
         settled, rest = IndexSet(), b""
         for content in content_of(chain.objects, chain.files.get(RESULTS, [])):
             whole, _, rest = (rest + content).rpartition(b"\n")

@@ -70,7 +70,7 @@ class Seal(_Part):
 
     - ``timeout_s``: without a sign of life for so long, the writer counts as dead.
     - ``segment``: the key of the segment with the bytes of ``parts``, or None if there are no parts.
-    - ``removed``: files that the run no longer has.
+    - ``removed``: files that the run no longer has, or that begin anew with this seal.
     """
 
     version: Literal[1] = 1
@@ -152,6 +152,8 @@ class Chain:
             ) from error
 
     def _append(self, seal: Seal) -> None:
+        for file in seal.removed:
+            self.files.pop(file, None)
         start = 0
         for part in seal.parts:
             assert seal.segment is not None
@@ -160,8 +162,6 @@ class Chain:
                 pieces.clear()
             pieces.append(Piece(part, seal.segment, start))
             start += part.size
-        for file in seal.removed:
-            self.files.pop(file, None)
         self.last = seal
 
 
