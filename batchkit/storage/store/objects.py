@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "az", "file")
 _KEYS_OF_MACHINE = "169.254.169.254"  # asked for keys if the environment has none
 _ANSWER = re.compile(r"<Code>(.*?)</Code>\s*<Message>(.*?)</Message>", re.DOTALL)  # of S3 and Azure
-_TRY_S = 20.0  # obstore's own retries within one call
-_RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=_TRY_S)}
+_TRY_S = 30.0  # obstore's own retries within one call
+_RETRIES: Any = {"max_retries": 6, "retry_timeout": timedelta(seconds=_TRY_S)}
 
 
 def is_store(address: str) -> bool:
