@@ -30,6 +30,7 @@ SLOW = ["--set", "run.max_in_flight=8"]
 STORM_ROWS = int(os.environ.get("JOIN_ROWS", "20000"))
 STORM_MACHINES = int(os.environ.get("JOIN_MACHINES", "6"))
 STORM_KILLS = int(os.environ.get("JOIN_KILLS", "12"))
+INTERVAL_S = float(os.environ.get("JOIN_INTERVAL_S", "0.2"))
 STORM_LATENCY_S = float(os.environ.get("JOIN_LATENCY_S", "0.01"))
 STORM_PERIOD_S = float(os.environ.get("JOIN_PERIOD_S", "1.2"))
 VLLM_KILLS = int(os.environ.get("JOIN_VLLM_KILLS", "3"))
@@ -52,7 +53,7 @@ def prepare(
     write_job(
         input={"path": "in.jsonl", "id": "id"},
         engine={"kind": "dry-run", "options": {"latency_s": latency_s, "max_num_seqs": 8}},
-        run={"store_interval_s": 0.2},
+        run={"store_interval_s": INTERVAL_S},
         output={"store": f"file://{folder}/store"},
     )
 

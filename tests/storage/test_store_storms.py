@@ -29,7 +29,7 @@ pytestmark = pytest.mark.release
 
 N_KILLS = int(os.environ.get("STORE_KILLS", "20"))
 N_TAKEOVERS = int(os.environ.get("STORE_TAKEOVERS", "2"))
-N_ROWS = 4_000
+N_ROWS = 400 * N_KILLS
 SLOW = ["--set", "run.max_in_flight=8"]
 
 

@@ -17,7 +17,7 @@ from batchkit.storage.index_set import IndexSet
 from batchkit.storage.log import RESULTS
 from batchkit.storage.store.lease import take_over
 from batchkit.storage.store.objects import Objects
-from batchkit.storage.store.seals import Chain, content_of, indexes_in
+from batchkit.storage.store.seals import Chain, contents_of, indexes_in
 
 RANGE = 256  # rows
 _MOST_TRIES = 2  # of a range while its owner lives
@@ -149,7 +149,7 @@ class Ranges:
     def _settled_by(self, worker: str) -> IndexSet:
         chain = self._of(worker).chain.catch_up()
         settled, rest = IndexSet(), b""
-        for content in content_of(chain.objects, chain.files.get(RESULTS, [])):
+        for _, content in contents_of(chain.objects, chain.files.get(RESULTS, [])):
             whole, _, rest = (rest + content).rpartition(b"\n")
             settled |= IndexSet(indexes_in(whole))
         return settled

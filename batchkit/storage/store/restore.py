@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
 from batchkit.errors import StoreError
-from batchkit.storage.files import disk_errors, open_private, replacing, write_all
+from batchkit.storage.files import disk_errors, open_private, write_all
 from batchkit.storage.log import RESULTS, STEPS, Checksum
 from batchkit.storage.starts import STARTS
-from batchkit.storage.store.seals import Chain, Piece, content_of, pieces_after
+from batchkit.storage.store.objects import Objects
+from batchkit.storage.store.seals import Chain, Piece, contents_of, pieces_after
 from batchkit.storage.vectors import VECTORS
 
 _TRUTH = (RESULTS, STEPS, STARTS)
@@ -60,39 +62,60 @@ def fetch(chain: Chain, folder: Path, is_wanted: Callable[[str], bool] = lambda 
     Raises:
         StoreError: the store can't be reached, a segment is damaged, or the disk fails.
     """
-    copied = 0
-    # Last the files that make the folder a run, so that a cut-off copy is none.
-    for file in sorted(chain.files, key=lambda file: (not is_truth(file), file)):
-        if not is_wanted(file):
-            continue
-        path, pieces = folder / file, chain.files[file]
-        if (left := pieces_after(pieces, local_checksum(path))) is None:
-            left = pieces
+    pieces = list[Piece]()
+    with ExitStack() as held:
+        files = dict[str, _Growing]()
+        for file in filter(is_wanted, chain.files):
+            files[file] = growing = _Growing(folder / file, chain.files[file])
+            held.callback(growing.close)
+            pieces += growing.left
+        # The parts of a segment follow each other, in the order in which they were added.
+        pieces.sort(key=lambda piece: (piece.seal, piece.start))
+        for piece, content in contents_of(chain.objects, pieces):
+            files[piece.part.file].add(chain.objects, piece, content)
+        # Last the files that make the folder a run, so that a cut-off copy is none.
+        for file in sorted(files, key=lambda file: not is_truth(file)):
+            files[file].finish()
+    return sum(piece.part.size for piece in pieces)
+
+
+class _Growing:
+    """A local copy of a file. It is extended, or, if it is not a beginning of the file, replaced at the end.
+
+    ``left``: the pieces that it needs.
+    """
+
+    def __init__(self, path: Path, pieces: list[Piece]) -> None:
+        self._path, local = path, local_checksum(path)
+        left = pieces_after(pieces, local)
+        self.left, self._crc32 = (pieces, 0) if left is None else (left, local.crc32)
+        is_new = self.left is pieces
+        self._new = path.with_name(f".{path.name}.restored.tmp") if is_new else path
+        flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT | os.O_TRUNC if is_new else 0)
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if left == pieces:
-                with replacing(path) as new:
-                    copied += _append(chain, new, pieces)
-            else:
-                copied += _append(chain, path, left)
-    return copied
+            self._file: int | None = open_private(self._new, flags)
 
+    def add(self, objects: Objects, piece: Piece, content: bytes) -> None:
+        self._crc32 = zlib.crc32(content, self._crc32)
+        if self._crc32 != piece.part.crc32 or len(content) != piece.part.size:
+            raise StoreError(
+                f"{objects.address}/{piece.segment}: damaged: the bytes of {piece.part.file} differ from their checksum."
+                " Restore a copy of the object"
+            )
+        assert self._file is not None
+        with disk_errors(self._path):
+            write_all(self._file, content)
 
-def _append(chain: Chain, path: Path, pieces: list[Piece]) -> int:
-    """Append ``pieces`` to a file. Return their size."""
-    copied, file = 0, open_private(path, os.O_WRONLY | os.O_APPEND)
-    crc32 = local_checksum(path).crc32
-    try:
-        for piece, content in zip(pieces, content_of(chain.objects, pieces), strict=True):
-            crc32 = zlib.crc32(content, crc32)
-            if crc32 != piece.part.crc32 or len(content) != piece.part.size:
-                raise StoreError(
-                    f"{chain.objects.address}/{piece.segment}: damaged: the bytes of {piece.part.file} differ from their"
-                    " checksum. Restore a copy of the object"
-                )
-            write_all(file, content)
-            copied += len(content)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    return copied
+    def finish(self) -> None:
+        with disk_errors(self._path):
+            if self._file is not None:
+                os.fsync(self._file)
+            self._new.replace(self._path)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        if self._new != self._path:
+            self._new.unlink(missing_ok=True)

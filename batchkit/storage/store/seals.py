@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,7 +31,7 @@ from batchkit.storage.log import Checksum
 from batchkit.storage.store.objects import Objects
 
 _AT_ONCE = 16  # requests for seals
-_PIECES_AT_ONCE = 4  # each has up to 8 MiB
+_AHEAD_BYTES = 32 << 20
 _INDEX = re.compile(rb'^\{"index":(\d+)', re.MULTILINE)
 
 
@@ -86,11 +87,12 @@ class Seal(_Part):
 
 
 class Piece(NamedTuple):
-    """A part, the segment that has it, and its first byte there."""
+    """A part, the segment that has it, and its first byte there. ``seal``: the number of its seal."""
 
     part: SealedPart
     segment: str
     start: int
+    seal: int
 
 
 class Chain:
@@ -160,7 +162,7 @@ class Chain:
             pieces = self.files.setdefault(part.file, [])
             if part.at == 0:
                 pieces.clear()
-            pieces.append(Piece(part, seal.segment, start))
+            pieces.append(Piece(part, seal.segment, start, seal.number))
             start += part.size
         self.last = seal
 
@@ -191,22 +193,32 @@ def heartbeat_key(fence: int) -> str:
     return f"heartbeats/{fence:08}"
 
 
-def content_of(objects: Objects, pieces: list[Piece]) -> Iterator[bytes]:
-    """Yield the bytes of consecutive ``pieces`` of one file, a few of them read ahead.
+def contents_of(objects: Objects, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, bytes]]:
+    """Yield ``pieces`` with their bytes, a few segments read ahead. Neighbors in one segment are read with one request.
 
     Raises:
-        StoreError: the store can't be reached, or the bytes differ from their checksum.
+        StoreError: the store can't be reached.
     """
-    with ThreadPoolExecutor(_PIECES_AT_ONCE) as pool:
-        for first in range(0, len(pieces), _PIECES_AT_ONCE):
-            some = pieces[first : first + _PIECES_AT_ONCE]
-            yield from pool.map(lambda piece: _bytes_of(objects, piece), some)
+    segments = [[*its] for _, its in groupby(pieces, key=lambda piece: piece.segment)]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        while segments:
+            n, size = 0, 0
+            while n < len(segments) and n < _AT_ONCE and size < _AHEAD_BYTES:
+                size += sum(piece.part.size for piece in segments[n])
+                n += 1
+            some, segments = segments[:n], segments[n:]
+            for found in pool.map(lambda its: _read(objects, its), some):
+                yield from found
 
 
-def _bytes_of(objects: Objects, piece: Piece) -> bytes:
-    if not piece.part.size:
-        return b""
-    return objects.get_ranges(piece.segment, [piece.start], [piece.part.size])[0]
+def _read(objects: Objects, pieces: Sequence[Piece]) -> list[tuple[Piece, bytes]]:
+    """Return pieces of one segment with their bytes."""
+    full = [piece for piece in pieces if piece.part.size]
+    found = dict[int, bytes]()
+    if full:
+        starts, sizes = [piece.start for piece in full], [piece.part.size for piece in full]
+        found = dict(zip(starts, objects.get_ranges(full[0].segment, starts, sizes), strict=True))
+    return [(piece, found[piece.start] if piece.part.size else b"") for piece in pieces]
 
 
 def _key(number: int) -> str:
