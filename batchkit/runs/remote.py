@@ -28,11 +28,16 @@ def copied(address: str) -> Path:
     objects = Objects(address)
     here = _cache() / hashlib.sha256(objects.address.encode()).hexdigest()[:16]
     folder = here / objects.address.rpartition("/")[2]
-    chain = Chain(objects).catch_up()
-    if chain.files:
-        _refresh(chain, folder)
-        return folder
-    chains = [(name, Chain(objects.at(name)).catch_up()) for name in objects.folders()]
+    with disk_errors(here):
+        here.mkdir(parents=True, exist_ok=True)
+        chain = Chain(objects, here / "seals").catch_up()
+        if chain.files:
+            _refresh(chain, folder)
+            return folder
+        chains = [
+            (name, Chain(objects.at(name), here / f"{name}.seals").catch_up())
+            for name in objects.folders()
+        ]
     if not any(chain.files for _, chain in chains):
         raise JobError(
             f"{bare(address)}: no run in this folder of the store; name output.store of a job, or that folder with"

@@ -113,6 +113,16 @@ def test_commands_read_a_run_in_a_store(place: Path, tmp_path: Path) -> None:
     assert "no run in this folder of the store" in missing.stderr
 
 
+def test_a_copy_of_a_run_that_was_removed_is_not_shown(place: Path, tmp_path: Path) -> None:
+    half(tmp_path)
+    address = f"{store_of(tmp_path)}/a"
+    assert in_process("status", address, "--json").json["ok"] == N_ROWS // 2
+    shutil.rmtree(place / "output")
+    shutil.rmtree(tmp_path / "store")
+    assert in_process("run", "job.toml", "--limit", "7").exit_code == 0
+    assert in_process("status", address, "--json").json["ok"] == 7
+
+
 def test_a_kill_loses_at_most_what_was_not_uploaded(place: Path, tmp_path: Path) -> None:
     slow = ["--set", "run.max_in_flight=2"]
     with begin("run", "job.toml", *slow, cwd=place) as process:

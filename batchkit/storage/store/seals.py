@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -98,14 +99,18 @@ class Piece(NamedTuple):
 class Chain:
     """The seals of a run, as far as they have been read. ``files``: the pieces of each file, in their order.
 
+    ``cache``: a local file that keeps the seals, because a run of a day has thousands.
+
     Raises (every method):
         StoreError: the store can't be reached, or a seal is damaged.
     """
 
-    def __init__(self, objects: Objects) -> None:
-        self.objects = objects
+    def __init__(self, objects: Objects, cache: Path | None = None) -> None:
+        self.objects, self._cache = objects, cache
         self.last: Seal | None = None
         self.files: dict[str, list[Piece]] = {}
+        if cache is not None and cache.exists():
+            self._read_cache(cache)
 
     @property
     def next_number(self) -> int:
@@ -121,6 +126,9 @@ class Chain:
                     if raw is None:
                         return self
                     self._append(self._parsed(number, raw))
+                    if self._cache is not None:
+                        with self._cache.open("ab") as file:
+                            file.write(raw + b"\n")
                 n = min(2 * n, 4 * _AT_ONCE)
 
     def add(self, seal: Seal) -> bool:
@@ -138,6 +146,20 @@ class Chain:
     def heartbeat(self) -> bytes | None:
         """Return the newest sign of life of the writer."""
         return None if self.last is None else self.objects.get(heartbeat_key(self.last.fence))
+
+    def _read_cache(self, cache: Path) -> None:
+        """Read the seals in ``cache``, unless the store has another run by now."""
+        lines = cache.read_bytes().splitlines(keepends=True)
+        raw = [
+            line for line in lines if line.endswith(b"\n")
+        ]  # a kill may have cut the last one off
+        if raw and self._read(len(raw)) == raw[-1].removesuffix(b"\n"):
+            for number, line in enumerate(raw, start=1):
+                self._append(self._parsed(number, line))
+            if len(raw) < len(lines):
+                cache.write_bytes(b"".join(raw))
+        else:
+            cache.unlink()
 
     def _read(self, number: int) -> bytes | None:
         return self.objects.get(_key(number))
