@@ -9,7 +9,6 @@ from pathlib import Path
 from batchkit.commands import Say
 from batchkit.commands.export import export
 from batchkit.commands.export.outputs import output_target
-from batchkit.commands.export.remote import check_address
 from batchkit.commands.forecast_file import announced, turned_out
 from batchkit.commands.score import finish_scoring
 from batchkit.commands.tuning.known import advised
@@ -22,6 +21,7 @@ from batchkit.execution.start import OnChange, StartOptions
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import Outcome, notifying
 from batchkit.runs.compare import RunScores
+from batchkit.storage.remote import check_address
 from batchkit.storage.runfolder import claim
 from batchkit.storage.score_store import SCORES
 from batchkit.storage.store.lease import leased

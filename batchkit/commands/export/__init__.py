@@ -9,7 +9,6 @@ import csv
 import json
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -26,7 +25,6 @@ from batchkit.commands.export.outputs import (
     is_foreign,
     refuse_own_file,
 )
-from batchkit.commands.export.remote import check_address, file_address, sending
 from batchkit.config.export_target import Target
 from batchkit.config.tables import FOR_VECTORS, OF_TOKENS
 from batchkit.errors import JobError
@@ -39,6 +37,7 @@ from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import disk_errors
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
+from batchkit.storage.remote import check_address, file_address, sending
 from batchkit.storage.score_store import read_scored
 from batchkit.storage.vectors import Vectors, VectorType
 
@@ -171,28 +170,14 @@ def write_parquet(
     folder: Path, path: Path, say: Say = print, lacks: Say = print
 ) -> dict[Path, int]:
     """Write Parquet. The job decides the columns, so a column exists even if it is null in every row."""
-    import pyarrow.parquet as pq
+    from batchkit.runs.parquet import write_tables
+    from batchkit.runs.table import read_batches
 
-    from batchkit.runs.table import read_batches, schema_of
-
-    inputs, rows = InputColumns(folder), 0
+    inputs = InputColumns(folder)
     layout = Layout.of(folder, inputs.names)
-    batches, schema = read_batches(folder, layout, inputs), schema_of(layout)
-    schema = schema.with_metadata(_about(folder))
-    others = [name for name in schema.names if name != EMBEDDING]
-    with (
-        exporting(path, folder) as temporary,
-        # Compression does not make vectors smaller, only slower to read and write.
-        pq.ParquetWriter(
-            temporary, schema, compression=dict.fromkeys(others, "zstd"), use_dictionary=others
-        ) as writer,
-        ThreadPoolExecutor(1) as pool,  # reads the next batch while this thread writes one
-    ):
-        coming = pool.submit(next, batches, None)
-        while (batch := coming.result()) is not None:
-            coming = pool.submit(next, batches, None)
-            writer.write_table(batch)
-            rows += batch.num_rows
+    batches = read_batches(folder, layout, inputs)
+    with exporting(path, folder) as temporary:
+        rows = write_tables(temporary, layout, batches, _about(folder))
         _say_what_lacks(inputs, path, say, lacks)
     return {path: rows}
 

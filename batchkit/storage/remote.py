@@ -1,4 +1,4 @@
-"""Exports to an address: the files are written to a temporary folder, and then sent by fsspec."""
+"""Files of exports at an address: they are written to a temporary folder, and then sent by fsspec."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path, PurePosixPath
 
-from batchkit.commands import Say
 from batchkit.config.export_target import HUB
 from batchkit.config.urls import bare, failure
 from batchkit.errors import BatchkitError, JobError, UploadError
 from batchkit.storage.files import OwnFolder
+
+Say = Callable[[str], None]
 
 
 def check_address(address: str, key: str) -> None:
@@ -61,16 +62,33 @@ def sending(address: str) -> Iterator[tuple[Path, Callable[[Say], Say]]]:
 
 
 def _send(file: Path, address: str) -> None:
+    with upload_errors(address, "correct this and run `batchkit export` again"):
+        send(file, address)
+
+
+def send(file: Path, address: str) -> None:
+    """Send ``file`` to ``address``. Create the dataset if it is one on the hub. Raises the exceptions of the store's
+    library."""
     import fsspec
 
+    fs, path = fsspec.core.url_to_fs(address)
+    if address.startswith(HUB):
+        _create_dataset(address)
+        fs.invalidate_cache()  # it may have noted that there is no such dataset
+    fs.put_file(str(file), path)
+
+
+@contextmanager
+def upload_errors(address: str, advice: str) -> Iterator[None]:
+    """Raise UploadError, with the ``address`` and ``advice``, if the block raises an exception of the store's
+    library."""
     try:
-        if address.startswith(HUB):
-            _create_dataset(address)
-        fs, path = fsspec.core.url_to_fs(address)
-        fs.put_file(str(file), path)
+        yield
+    except BatchkitError:
+        raise
     except Exception as error:  # each store's library has its own exceptions
         raise UploadError(
-            f"{bare(address)}: not written: {failure(error, address)}; correct this and run `batchkit export` again"
+            f"{bare(address)}: not written: {failure(error, address)}; {advice}"
         ) from error
 
 
