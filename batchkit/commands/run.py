@@ -8,11 +8,11 @@ from pathlib import Path
 
 from batchkit.commands import Say
 from batchkit.commands.export import export
-from batchkit.commands.export.outputs import output_target
+from batchkit.commands.export.outputs import check_folder, output_target
 from batchkit.commands.forecast_file import announced, turned_out
 from batchkit.commands.score import finish_scoring
 from batchkit.commands.tuning.known import advised
-from batchkit.config.export_target import Target, target_of
+from batchkit.config.export_target import PARTS, Target, target_of
 from batchkit.config.tables import JobConfig
 from batchkit.errors import BatchkitError, Interrupted, JobError, UploadError
 from batchkit.execution.engine_pool import Pool
@@ -72,6 +72,9 @@ def started(
 ) -> Outcome:
     """Run ``job`` with ``options``. When all rows have finished, score them with the job ``scored_as``, and write
     ``exports``. The command ``run.on_end`` gets the result. Raises the same exceptions as ``run_job``."""
+    parts = [str(target.place) for target in exports if target.format == PARTS]
+    exports = [target for target in exports if target.format != PARTS]
+    options = replace(options, parts=parts)
     with notifying(job, say) as ended:
         with StopRequest().installed() as stop:
             outcome = start_run(job, options=options, kept=kept, stop=stop)
@@ -79,7 +82,7 @@ def started(
             outcome = _with_scores(outcome, scored_as, say)
             if job.store is not None and (job.folder / SCORES).exists():
                 _upload_scores(job, job.store, say)
-        outcome = _with_exports(outcome, exports, say)
+        outcome = _with_unsent(_with_exports(outcome, exports, say), say)
         ended(outcome.summary)
     return outcome
 
@@ -99,11 +102,21 @@ def _with_scores(outcome: Outcome, job: JobConfig, say: Say) -> Outcome:
     try:
         table = finish_scoring(Path(summary.folder), job, say=say)
     except BatchkitError as error:
-        return Outcome(replace(summary, exit=error.exit_code), error)
+        return outcome._replace(summary=replace(summary, exit=error.exit_code), error=error)
     except Interrupted as interrupt:
-        return Outcome(replace(summary, exit=128 + interrupt.signum))
+        return outcome._replace(summary=replace(summary, exit=128 + interrupt.signum))
     if table is not None:
         say(RunScores.of(table, Path(summary.folder)).to_text())
+    return outcome
+
+
+def _with_unsent(outcome: Outcome, say: Say) -> Outcome:
+    """Report folders that lack their last parts. The exit code becomes 1, because the same command writes the rest."""
+    for error in outcome.unsent:
+        if outcome.error is not None:
+            say(f"error: {error}")
+        else:
+            outcome = outcome._replace(summary=replace(outcome.summary, exit=1), error=error)
     return outcome
 
 
@@ -113,7 +126,7 @@ def planned(
     """Return the exports of a run. Raise JobError before the run begins if one is impossible."""
     targets = [target_of(text) for text in dict.fromkeys(job.output.export)]
     if job.is_trial:  # the answers of a trial do not come from a model
-        targets = [target for target in targets if not target.is_remote]
+        targets = [one for one in targets if not one.is_remote and one.format != PARTS]
     if output is not None:
         targets.append(output_target(output, job))
     if targets and skip_from is not None:
@@ -123,6 +136,8 @@ def planned(
             f" {key}, then export both runs with `batchkit export`"
         )
     for target in targets:
+        if target.format == PARTS:
+            check_folder(str(target.place), job)
         if target.place is not None and target.is_remote:
             is_option = output is not None and target is targets[-1]
             check_address(target.place, "--output" if is_option else "output.export")
@@ -155,5 +170,6 @@ def _with_exports(outcome: Outcome, targets: Sequence[Target], say: Say) -> Outc
             if isinstance(error, UploadError) or outcome.error is not None:
                 say(f"error: {error}")
             else:
-                outcome = Outcome(replace(outcome.summary, exit=error.exit_code), error)
+                failed = replace(outcome.summary, exit=error.exit_code)
+                outcome = outcome._replace(summary=failed, error=error)
     return outcome

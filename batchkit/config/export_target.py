@@ -12,12 +12,14 @@ from batchkit.errors import JobError
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".npy": "npy"}
 """Formats by suffix. ``--as`` names any other format."""
 HUB = "hf://datasets/"
+PARTS = "parts"
+"""The format of a folder in ``output.export``, which gets Parquet files during the run (``runs/parts.py``)."""
 _WITH_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 
 
 class Target(NamedTuple):
-    """The target of an export. ``format``: the name of an export format. ``place``: the path or URL to write to; None
-    for the usual file in the run folder."""
+    """The target of an export. ``format``: the name of an export format, or ``PARTS``. ``place``: the path or URL to
+    write to; None for the usual file in the run folder."""
 
     format: str
     place: str | None = None
@@ -31,10 +33,11 @@ class Target(NamedTuple):
 
 
 def target_of(text: str, format_name: str | None = None, *, key: str = "output.export") -> Target:
-    """Return the target that ``text`` names. ``text`` is a format's name, a file (``answers.parquet``) or a URL.
+    """Return the target that ``text`` names. ``text`` is a format's name, a file (``answers.parquet``) or a URL. In
+    ``output.export``, it may also be a folder (``answers/parts``, ``s3://bucket/answers``), which gets ``PARTS``.
 
     ``format_name``: the format of ``--as``; None if the suffix decides. A dataset on the Hugging Face hub
-    (``hf://datasets/OWNER/NAME``) gets Parquet.
+    (``hf://datasets/OWNER/NAME``) gets Parquet, in ``output.export`` as ``PARTS``.
 
     Raises:
         JobError: The format is unknown, or the URL can't be written to. The message begins with ``key``.
@@ -51,8 +54,10 @@ def target_of(text: str, format_name: str | None = None, *, key: str = "output.e
             )
         check_user_info(text, key)
         _check_complete(text, key)
-    suffix = PurePath(text).suffix.lower()
+    suffix = "" if text.endswith("/") or is_dataset(text) else PurePath(text).suffix.lower()
     known = format_name or SUFFIXES.get(suffix)
+    if known is None and suffix == "" and key == "output.export":
+        return Target(PARTS, text.rstrip("/"))
     if known is None and text.startswith(HUB) and suffix == "":
         known = "parquet"
     if known is None:
@@ -61,6 +66,11 @@ def target_of(text: str, format_name: str | None = None, *, key: str = "output.e
             f" {', '.join(EXPORTS.names())})"
         )
     return Target(known, text)
+
+
+def is_dataset(address: str) -> bool:
+    """Return True if ``address`` is a dataset on the hub, without a file or a folder in it."""
+    return address.startswith(HUB) and address.removeprefix(HUB).strip("/").count("/") == 1
 
 
 def _check_complete(address: str, key: str) -> None:

@@ -62,6 +62,8 @@ def failure(error: Exception, url: str) -> str:
 def _near_scheme(url: str) -> str:
     from fsspec import available_protocols
 
+    if "://" not in url:
+        return ""
     known, scheme = available_protocols(), url.partition("://")[0].rpartition("::")[2]
     near = nearest(scheme.lower(), known, cutoff=0.5)
     return f"; did you mean {near}://?" if near and scheme not in known else ""

@@ -14,6 +14,7 @@ from batchkit.execution.deduplicate import Answers
 from batchkit.execution.engine_notes import EngineNotes
 from batchkit.execution.engine_pool import EnginePool, EngineSpec, Pool, RunEngines
 from batchkit.execution.first_rows import hints
+from batchkit.execution.parts_thread import PartsThread
 from batchkit.execution.places import Place, places_of
 from batchkit.execution.requests import requests_of
 from batchkit.execution.resume import OpenRun
@@ -52,10 +53,12 @@ class Loop:
         tasks: Tasks,
         stop: Stop,
         screen: Screen,
+        parts: PartsThread,
         kept: Pool | None = None,
     ) -> None:
         self._start, self._run, self._tasks = start, run, tasks
         self._stop, self._screen, self._kept = stop, screen, kept
+        self._parts = parts
         self._notes = EngineNotes(start, run, tasks, screen)
         self._tokens_before = run.ledger.usage
         self._loads_s: list[float] = []
@@ -182,6 +185,8 @@ class Loop:
             interval = max(self._start.job.run.checkpoint_interval_s, 50 * took)
             self._next_sync = now + took + interval
             self._note_progress(pool)
+            for text in self._parts.messages():
+                self._screen.say(text)
 
     def _announce(self) -> None:
         """Log how many rows earlier starts have done, and the budgets of this start."""

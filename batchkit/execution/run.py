@@ -16,6 +16,7 @@ from batchkit.execution.engine_pool import EnginePool, Pool
 from batchkit.execution.engine_turns import grouping_of
 from batchkit.execution.loop import Loop
 from batchkit.execution.parity import is_greedy
+from batchkit.execution.parts_thread import PartsThread
 from batchkit.execution.places import places_of
 from batchkit.execution.prometheus import exporting
 from batchkit.execution.recheck import check_result, recheck
@@ -127,6 +128,8 @@ def _outcome_of(
     held.enter_context(closing(screen))
     for text in filter(None, [source.left_out, *run.messages, _sample_of(rows, job)]):
         screen.say(text)
+    parts = PartsThread(start, run, screen)
+    held.callback(parts.close)
     tasks = Tasks(start, run, rows, screen.say)
     if run.unchecked and tasks.some_are_left():
         if kept is None:  # load the engine once, for the check and for the run
@@ -136,7 +139,7 @@ def _outcome_of(
     if any(note.check_is_due for note in previous) and not tasks.some_are_left():
         _check_again(start, source, run, screen, signals, kept)
     stop = Stop(start, run, signals, screen.say)
-    outcome = Loop(start, run, tasks, stop, screen, kept).run()
+    outcome = parts.finished(Loop(start, run, tasks, stop, screen, parts, kept).run())
     if rows is source:
         return outcome
     # Tables of the answers list all rows, not only the sample.

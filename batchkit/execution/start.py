@@ -35,6 +35,7 @@ class StartOptions:
     fresh: bool = False  # begin a new run, and move the old folder aside
     on_change: OnChange = "fail"
     skip_from: Path | None = None  # skip rows that have an answer in this run folder
+    parts: Sequence[str] = ()  # folders and addresses that get parts (``runs/parts.py``)
     # A retry: the rows to run again, if they have no answer. Maps a row's index to the number of its last
     # attempt, 0 if it has no record.
     attempts: Mapping[int, int] | None = None

@@ -168,10 +168,12 @@ class RunSummary:
 
 
 class Outcome(NamedTuple):
-    """The result of a start: the summary of finished rows, and the error that stopped it, if any."""
+    """The result of a start: the summary of finished rows, and the error that stopped it, if any. ``unsent``: an error
+    for each folder that lacks its last parts."""
 
     summary: RunSummary
     error: BatchkitError | None = None
+    unsent: Sequence[BatchkitError] = ()
 
     def checked(self) -> RunSummary:
         """Return the summary, or raise the error if there is one."""

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchkit.config.answer_schema import resolved, schema_in
+from batchkit.config.seams import is_deferred
 from batchkit.config.tables import OF_TOKENS, WITH_VECTORS, JobConfig
-from batchkit.scoring import score_names
+from batchkit.scoring import kept_fields, score_names, scorers_of
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import whole_record
 from batchkit.storage.log import RESULTS
@@ -55,19 +56,47 @@ class Layout(NamedTuple):
         """
         job, log = job_of_run(folder), folder / RESULTS
         embedding = vector_type(folder, job) if vectors else None
-        found = {**_COLUMNS, **_answer_columns(log, job)}
+        scores = [*score_names(job.scoring), *read_history(folder).judged]
+        kinds = _parsed_columns(log, job).items()
+        parsed = {name: Column(kind, ("parsed", name)) for name, kind in kinds}
+        return cls._made(job, fields, embedding, _answer_columns(log, job), scores, parsed)
+
+    @classmethod
+    def of_parts(cls, job: JobConfig) -> Layout:
+        """Return the columns of the parts of a run (``parts.py``). They do not depend on the answers, which come later.
+
+        Differences from ``of``: the input's columns are those in the records; scores are those computed with each row;
+        vectors are lists of any length; a parsed answer is one column with JSON.
+        """
+        embedding = VectorType(job.output.vector_dtype, None) if job.may_have_vectors else None
+        scores = [name for name in scorers_of(job.scoring) if not is_deferred(name)]
+        parsed = {"parsed": Column(_TEXT, ("parsed",))} if _parses(job) else {}
+        answers = _answer_columns(None, job)
+        return cls._made(job, kept_fields(job), embedding, answers, scores, parsed)
+
+    @classmethod
+    def _made(
+        cls,
+        job: JobConfig,
+        fields: Iterable[str],
+        embedding: VectorType | None,
+        of_answers: Mapping[str, Column],
+        scores: Iterable[str],
+        parsed: Mapping[str, Column],
+    ) -> Layout:
+        found = {**_COLUMNS, **of_answers}
         if job.prompt.lora is not None:
             found |= _LORA
         if embedding is not None:
             found[EMBEDDING] = Column(MATRIX if job.task in OF_TOKENS else VECTOR, (EMBEDDING,))
         if job.scoring.is_on:
             found["prediction"] = Column("string", ("prediction",))
-        for name in (*score_names(job.scoring), *read_history(folder).judged):
+        for name in scores:
             found[f"scores.{name}"] = Column("double", ("scores", name))
         for name, column in _step_columns(job).items():
             found[free_name(name, "steps.", found)] = column
-        for name, kind in _parsed_columns(log, job).items():
-            found[free_name(name, "parsed.", found)] = Column(kind, ("parsed", name))
+        for name, column in parsed.items():
+            found[free_name(name, "parsed.", found)] = column
         first = {name: found.pop(name) for name in ("index", "id")}
         for name in fields if job.input.id != "id" else [name for name in fields if name != "id"]:
             first[free_name(name, "fields.", {**first, **found})] = Column(
@@ -146,8 +175,9 @@ _SCORES = {
 }
 
 
-def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
-    """Return the columns for parts of an answer other than its text."""
+def _answer_columns(log: Path | None, job: JobConfig) -> dict[str, Column]:
+    """Return the columns for parts of an answer other than its text. ``log``: None for columns that fit every answer
+    that the job may get."""
     if not job.generates:
         return _pooled_columns(log, job)
     if job.task == "transcribe":
@@ -163,13 +193,16 @@ def _answer_columns(log: Path, job: JobConfig) -> dict[str, Column]:
     }
 
 
-def _pooled_columns(log: Path, job: JobConfig) -> dict[str, Column]:
+def _pooled_columns(log: Path | None, job: JobConfig) -> dict[str, Column]:
     """Return the columns for the job's pooling task, and for other tasks that occur in a batch file.
 
-    ``score`` is a column of lists if a row had a list of documents.
+    ``score`` is a column of lists if a row had a list of documents. ``log``: as in ``_answer_columns``.
     """
     found: set[str] = set()
-    if job.task == "score" or job.may_have_lines:
+    if log is None:
+        found = {"order"} if job.task == "score" else set()
+        found |= {"label", "score", "order"} if job.may_have_lines else set()
+    elif job.task == "score" or job.may_have_lines:
         for record in read_newest(log):
             found |= record.keys() & {"label", "score", "order"}
     has_scores = job.task == "score" or "score" in found
@@ -203,10 +236,9 @@ def _parsed_columns(log: Path, job: JobConfig) -> dict[str, str]:
     Strings, numbers and booleans keep their type, also in lists. Any other value becomes JSON text. Keys after the
     first 1,000 get no column.
     """
-    answering = [step for step in job.steps if step.answer and step.name != job.select.step]
-    last = job.of_step(answering[-1]) if answering else job
-    if not (last.output.parse or job.rollout or any(step.parse for step in job.steps)):
+    if not _parses(job):
         return {}
+    last = _answering(job)
     found = dict(_of_schema(schema_in(last.sampling.params()))) if last.output.parse else {}
     for parsed in _parsed(log):
         for key, value in parsed.items():
@@ -215,6 +247,18 @@ def _parsed_columns(log: Path, job: JobConfig) -> dict[str, str]:
             elif len(found) < _MOST_COLUMNS:
                 found[key] = _type_of(value)
     return {key: kind.replace(_UNKNOWN, _TEXT) for key, kind in found.items()}
+
+
+def _parses(job: JobConfig) -> bool:
+    """Return True if the records of the job may have parsed answers."""
+    parse = _answering(job).output.parse
+    return bool(parse or job.rollout or any(step.parse for step in job.steps))
+
+
+def _answering(job: JobConfig) -> JobConfig:
+    """Return the job of the step that gives the row's answer."""
+    answering = [step for step in job.steps if step.answer and step.name != job.select.step]
+    return job.of_step(answering[-1]) if answering else job
 
 
 def _parsed(log: Path) -> Iterator[Mapping[str, Any]]:

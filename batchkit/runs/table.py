@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from operator import attrgetter
 from pathlib import Path
@@ -23,7 +23,7 @@ from batchkit.storage.checkpoint import check_log
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.lines import sound_record
 from batchkit.storage.log import RESULTS
-from batchkit.storage.newest_lines import NewestLog
+from batchkit.storage.newest_lines import WHOLE, NewestLog, Span
 from batchkit.storage.plain_json import encoded, valid
 from batchkit.storage.score_store import Scores
 from batchkit.storage.starts import current_manifest
@@ -55,25 +55,32 @@ def read_batches(
     layout: Layout,
     inputs: InputColumns | None = None,
     max_vector_bytes: int = 64 << 20,
+    *,
+    span: Span = WHOLE,
+    chosen: Callable[[Record], bool] | None = None,
 ) -> Iterator[pa.Table]:
     """Yield batches with the newest record of each row in input order, with its newest scores.
 
     A batch has at most 10,000 records, 16 MB of log and ``max_vector_bytes`` of vectors, unless it is a single
     record. Only the current part of the log is in memory.
 
-    ``inputs``: columns of the input to add.
+    - ``inputs``: columns of the input to add.
+    - ``span``: read only this part of the log.
+    - ``chosen``: leave out records for which this returns False.
 
     Raises:
         StoreError: A record is damaged, or its vector is missing, damaged, or belongs to another row.
     """
     path, schema, vectors = folder / RESULTS, schema_of(layout), Vectors(folder)
     scores = Scores(folder)
-    with closing(NewestLog(path)) as newest:
+    with closing(NewestLog(path, span=span)) as newest:
         for part in _parts(newest):
             found = [
                 sound_record(newest.view[line.start : line.end], path, line.start)
                 for line in newest.lines(part)
             ]
+            if chosen is not None:
+                found = [*filter(chosen, found)]
             for records in _portions(found, layout.embedding, max_vector_bytes):
                 _complete(records, scores, inputs)
                 arrays = [
@@ -220,8 +227,12 @@ def _vectors(records: Sequence[Record], vectors: Vectors, kind: pa.DataType) -> 
     ]
     if pa.types.is_list(kind) and pa.types.is_fixed_size_list(kind.value_type):
         return _matrices(found, kind.value_type)
-    if not pa.types.is_fixed_size_list(kind):
+    if pa.types.is_nested(kind.value_type):
         return pa.array([None if one is None else one.tolist() for one in found], kind)
+    if not pa.types.is_fixed_size_list(kind):
+        none = np.zeros(0, kind.value_type.to_pandas_dtype())
+        values = np.concatenate([none, *(one for one in found if one is not None)])
+        return pa.ListArray.from_arrays(_ends(found), pa.array(values, kind.value_type))
     none = np.zeros(kind.list_size, kind.value_type.to_pandas_dtype())
     matrix = np.array([none if one is None else one for one in found])
     is_null = pa.array([one is None for one in found])
@@ -229,12 +240,17 @@ def _vectors(records: Sequence[Record], vectors: Vectors, kind: pa.DataType) -> 
 
 
 def _matrices(found: Sequence[Any], vector: pa.DataType) -> pa.Array:
-    ends = np.cumsum([0, *(0 if one is None else len(one) for one in found)])
-    is_null = [*(one is None for one in found), False]
     none = np.zeros((0, vector.list_size), vector.value_type.to_pandas_dtype())
     values = np.concatenate([none, *(one for one in found if one is not None)]).reshape(-1)
     vectors = pa.FixedSizeListArray.from_arrays(values, vector.list_size)
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32(), mask=np.array(is_null)), vectors)
+    return pa.ListArray.from_arrays(_ends(found), vectors)
+
+
+def _ends(found: Sequence[Any]) -> pa.Array:
+    """Return the offsets of lists in an Arrow array; null for those that are None."""
+    ends = np.cumsum([0, *(0 if one is None else len(one) for one in found)])
+    is_null = [*(one is None for one in found), False]
+    return pa.array(ends, pa.int32(), mask=np.array(is_null))
 
 
 def _table(folder: Path, layout: Layout, inputs: InputColumns | None = None) -> pa.Table:

@@ -174,7 +174,8 @@ class Runner:
             job = self._settings.job_of(running.stored)
             options = StartOptions(command="serve", quiet=True, media_holders=self._media_holders)
             engines = self._engines.of(running.claim)
-            summary, error = start_run(job, options=options, kept=engines, stop=running.stop)
+            outcome = start_run(job, options=options, kept=engines, stop=running.stop)
+            summary, error = outcome.summary, outcome.error
             if summary.stopped_by is not None:
                 error = BatchkitError(f"stopped by {summary.stopped_by}")
         except Interrupted:

@@ -148,6 +148,11 @@ class Ledger:
         return {row: n for row, n in lost.items() if n > known.get(row, 0)}
 
     @property
+    def synced_end(self) -> int:
+        """The records before this byte of ``results.jsonl`` survive a power cut. Any thread may read it."""
+        return self._records.synced_end
+
+    @property
     def usage(self) -> Usage:
         """Total tokens used by this run, across all starts.
 

@@ -185,6 +185,11 @@ class Log(Generic[Parsed]):
     def end(self) -> int:
         return self.checksum.end
 
+    @property
+    def synced_end(self) -> int:
+        """The log's bytes before this survive a power cut. Any thread may read it."""
+        return max(self._synced_end, 0)
+
     def append(self, block: bytes) -> None:
         """Write ``block``, which consists of whole lines, in one call. The lines then survive a kill.
 

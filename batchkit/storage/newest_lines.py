@@ -26,6 +26,11 @@ _PLACES_AT_ONCE = 2**20  # lines; limits memory, because numpy makes an int64 of
 _DENSE = 4  # use a table if row numbers reach at most this many times the number of lines
 
 
+Span = tuple[int, int | None]
+"""The lines of a log between two bytes, which are ends of lines. None is the log's end."""
+WHOLE: Span = (0, None)
+
+
 class NewestLine(NamedTuple):
     """The position of a row's newest line: bytes ``start`` to ``end`` of the log. ``row``: the row's index."""
 
@@ -41,13 +46,14 @@ class NewestLog:
     log is mapped into memory, so it stays readable if a requeue replaces the file.
 
     - ``every``: index all lines of each row instead of the newest.
+    - ``span``: index only the lines between these two bytes of the log; None is the log's end.
     - ``view`` (attribute): the log's bytes at the time when this object was made.
     - ``rows`` (attribute, uint32): the row of each indexed line.
     """
 
-    def __init__(self, path: Path, *, every: bool = False) -> None:
+    def __init__(self, path: Path, *, every: bool = False, span: Span = WHOLE) -> None:
         with opened_log(path) as file:
-            rows, self._starts, self._sizes = _lines(file)
+            rows, self._starts, self._sizes = _lines(file, span)
             self.view: mmap.mmap | bytes = (
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if len(rows) else b""
             )
@@ -159,13 +165,16 @@ class _Line(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Line)
 
 
-def _lines(log: BinaryIO) -> tuple[Numbers, Numbers, Numbers]:
+def _lines(log: BinaryIO, span: Span) -> tuple[Numbers, Numbers, Numbers]:
     """Return the row (uint32), the first byte (int64) and the size (uint32) of each whole line that has a row."""
     import numpy as np
 
     rows, starts, sizes = array("I"), array("q"), array("I")
-    start = 0
+    start, end = span
+    log.seek(start)
     for raw in log:
+        if end is not None and start >= end:
+            break
         if raw.endswith(b"\n") and (row := _row_of(raw)) is not None:
             rows.append(row)
             starts.append(start)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
-from batchkit.config.export_target import HUB
-from batchkit.config.urls import bare, failure
+from batchkit.config.export_target import HUB, is_dataset
+from batchkit.config.urls import bare, failure, is_remote
 from batchkit.errors import BatchkitError, JobError, UploadError
-from batchkit.storage.files import OwnFolder
+from batchkit.storage.files import OwnFolder, replacing
 
 Say = Callable[[str], None]
 
@@ -29,9 +30,7 @@ def check_address(address: str, key: str) -> None:
 def file_address(address: str, name: str) -> str:
     """Return the address of a file named ``name``, if ``address`` is a dataset on the hub without a file; otherwise
     return ``address``."""
-    parts = address.removeprefix(HUB).strip("/").split("/")
-    is_dataset = address.startswith(HUB) and len(parts) == 2
-    return f"{HUB}{'/'.join(parts)}/data/{name}" if is_dataset else address
+    return f"{address.rstrip('/')}/data/{name}" if is_dataset(address) else address
 
 
 @contextmanager
@@ -90,6 +89,52 @@ def upload_errors(address: str, advice: str) -> Iterator[None]:
         raise UploadError(
             f"{bare(address)}: not written: {failure(error, address)}; {advice}"
         ) from error
+
+
+class OutputFolder:
+    """A folder that gets files, local or at an address.
+
+    A local file is renamed into place. Object stores and the hub show an upload only once it is complete. Other stores
+    may show a part of a file, so a reader must check that a file is whole.
+
+    Methods raise the exceptions of the store's library.
+    """
+
+    def __init__(self, place: str) -> None:
+        import fsspec
+
+        self._place = place
+        self._fs, self._path = fsspec.core.url_to_fs(place)
+
+    def names(self) -> set[str]:
+        """Return the names of the folder's files. A missing folder has no files."""
+        self._fs.invalidate_cache()
+        try:
+            return {PurePosixPath(path).name for path in self._fs.ls(self._path, detail=False)}
+        except FileNotFoundError:
+            return set()
+
+    def open(self, name: str) -> AbstractContextManager[BinaryIO]:
+        found: AbstractContextManager[BinaryIO] = self._fs.open(f"{self._path}/{name}", "rb")
+        return found
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Path]:
+        """Yield a path for the new content of a file. When the block ends, the file gets this content."""
+        if not is_remote(self._place):
+            path = Path(self._place, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for left in path.parent.glob(f".{name}.*.tmp"):  # of a process that was killed
+                left.unlink(missing_ok=True)
+            with replacing(path) as temporary:
+                yield temporary
+            return
+        with closing(OwnFolder("export")) as own:
+            yield own.path / name
+            send(own.path / name, f"{self._place}/{name}")
+
+    def remove(self, name: str) -> None:
+        self._fs.rm_file(f"{self._path}/{name}")
 
 
 def _create_dataset(address: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from batchkit.config.urls import CHECK_KEYS
@@ -82,6 +85,37 @@ def test_a_run_reads_its_rows_from_the_store_and_writes_its_exports_there(
     for key in ("end/a.jsonl", "end/c.jsonl"):
         assert store.get(key) == Path("here.jsonl").read_bytes()
     assert ended.stderr.count("s3://none/b.csv: not written: ") == 1
+
+
+def test_a_store_that_is_killed_and_comes_back_gets_each_row_in_one_part(
+    store: ObjectStore,
+) -> None:
+    folder = f"s3://{BUCKET}/parts"
+    write_rows(400)
+    write_job(
+        name="parts",
+        engine={"options": {"latency_s": 0.05, "max_num_seqs": 2}},
+        run={"checkpoint_interval_s": 0.1},
+        output={"export": [folder], "export_every_s": 0.5},
+    )
+    environment = store.environment
+    with begin("run", "job.toml", cwd=Path.cwd(), start=subprocess.Popen, **environment) as process:
+        until(lambda: store.get("parts/part-00000.parquet"))
+        store.kill()
+        _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 1, stderr
+    assert f"{folder}: not written: " in stderr.splitlines()[-1]
+    assert "next attempt in 0.5 s" in stderr
+    store.start()
+    ended = s3(store, "run", "job.toml")
+    assert ended.returncode == 0, ended.stderr
+    found = list[int]()
+    for number in count():
+        if (content := store.get(f"parts/part-{number:05}.parquet")) is None:
+            break
+        found += pq.read_table(io.BytesIO(content))["index"].to_pylist()
+    assert number > 1
+    assert sorted(found) == [*range(400)]
 
 
 WRONG = {"AWS_SECRET_ACCESS_KEY": "wrong"}

@@ -1,4 +1,4 @@
-"""What the Hugging Face hub's client asks for when it pushes a data set, over real HTTP.
+"""What the Hugging Face hub's client asks for when it pushes, lists and reads a data set, over real HTTP.
 
 Large files go through git LFS, as on the hub without Xet: batch, PUT, commit.
 """
@@ -18,7 +18,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class HubServer:
-    """``created`` is what repositories were created with; ``files`` what was committed, by path.
+    """``created`` is what repositories were created with; ``files`` what was committed, by path; ``is_down``: every
+    request fails.
 
     Only requests with ``token`` are answered; only repositories of ``owner`` may be made.
     """
@@ -28,16 +29,24 @@ class HubServer:
         self.created: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
         self._objects: dict[str, bytes] = {}
-        self.url = ""
+        self.url, self.is_down = "", False
 
     def found(self, path: str) -> tuple[int, Any]:
         """The status and the JSON for a GET of a dataset, or of one of its revisions."""
-        name, _, revision = path.removeprefix("/api/datasets/").partition("/revision/")
+        name, _, rest = path.removeprefix("/api/datasets/").partition("/tree/")
+        if rest:
+            return 200, [self._entry(name) for name in self.files]
+        name, _, revision = name.partition("/revision/")
         known = [f"{self.owner}/{one['name']}" for one in self.created]
         if name not in known or revision not in ("", "main"):
             return 404, {"error": f"{path}: not found"}
         files = [{"rfilename": path} for path in self.files]
         return 200, {"id": name, "sha": COMMIT, "private": True, "siblings": files}
+
+    def _entry(self, path: str) -> dict[str, Any]:
+        content = self.files[path]
+        oid = hashlib.sha1(content).hexdigest()
+        return {"type": "file", "path": path, "size": len(content), "oid": oid}
 
     def answer(self, path: str, body: bytes) -> tuple[int, Any]:
         """The status and the JSON for a POST."""
@@ -81,6 +90,8 @@ class HubServer:
                 self.files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 self.files[value["path"]] = self._objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del self.files[value["path"]]
 
 
 @contextmanager
@@ -95,8 +106,18 @@ class _Handler(Page):
     server_of: HubServer
 
     def do_GET(self) -> None:
-        if self._is_allowed():
-            self._say(*self.server_of.found(self.path.partition("?")[0]))
+        if not self._is_allowed():
+            return
+        path = self.path.partition("?")[0]
+        if "/resolve/" not in path:
+            status, found = self.server_of.found(path)
+            self._say(status, found, **{"X_Error_Code": "RepoNotFound"} if status == 404 else {})
+        elif (name := path.partition("/resolve/")[2].partition("/")[2]) in self.server_of.files:
+            self._send(self.server_of.files[name])
+        else:
+            self._say(404, {"error": f"{path}: not found"}, X_Error_Code="EntryNotFound")
+
+    do_HEAD = do_GET
 
     def do_POST(self) -> None:
         body = self._sent()
@@ -108,6 +129,9 @@ class _Handler(Page):
         self._say(200, {})
 
     def _is_allowed(self) -> bool:
+        if self.server_of.is_down:
+            self._say(503, {"error": "down"})
+            return False
         if allowed := self.headers.get("Authorization") == f"Bearer {self.server_of.token}":
             return allowed
         self._say(401, {"error": "Invalid username or password."})
@@ -116,6 +140,19 @@ class _Handler(Page):
     def _sent(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def _say(self, status: int, found: Any) -> None:
+    def _send(self, content: bytes) -> None:
+        """Send a file, or the range of it that the request names."""
+        oid = hashlib.sha1(content).hexdigest()
+        about = {"ETag": f'"{oid}"', "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
+        first, _, last = (self.headers.get("Range") or "").removeprefix("bytes=").partition("-")
+        if not first:
+            self.reply(200, content, **about, Content_Length=len(content))
+            return
+        part = content[int(first) : int(last) + 1 if last else None]
+        at = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+        self.reply(206, part, **about, Content_Length=len(part), Content_Range=at)
+
+    def _say(self, status: int, found: Any, **headers: str) -> None:
         body = json.dumps(found).encode()
-        self.reply(status, body, Content_Type="application/json", Content_Length=len(body))
+        about = {**headers, "Content_Type": "application/json"}
+        self.reply(status, body, **about, Content_Length=len(body))

@@ -13,6 +13,7 @@ from batchkit.config.export_target import Target, target_of
 from batchkit.config.regular_file import open_regular
 from batchkit.config.seams import EXPORTS
 from batchkit.config.tables import FOR_VECTORS, WITH_VECTORS, JobConfig
+from batchkit.config.urls import bare, is_remote
 from batchkit.errors import JobError, StoreError
 from batchkit.sources.finding import input_files
 from batchkit.sources.formats import format_of
@@ -87,6 +88,23 @@ def _check_writable(path: Path, inputs: Sequence[str]) -> None:
         raise JobError(
             f"--output {path}: exists, and was not written by batchkit; give another file"
         )
+
+
+def check_folder(place: str, job: JobConfig) -> None:
+    """Raise JobError if ``place``, a folder or address in ``output.export``, can't get the parts of the job's run."""
+    path, files = Path(place), input_files(job.input)
+    problem = ""
+    if not is_remote(place) and path.exists() and not path.is_dir():
+        problem = "is a file"
+    elif not is_remote(place) and is_run(path):
+        problem = "is a run folder"
+    elif any(
+        file.rpartition("/")[0] == place or Path(file).resolve().parent == path.resolve()
+        for file in files
+    ):
+        problem = "has the input"
+    if problem:
+        raise JobError(f"output.export: {bare(place)}: {problem}; name another folder")
 
 
 def is_foreign(path: Path) -> bool:

@@ -227,8 +227,10 @@ class OutputTable(Table):
     """Number format of stored vectors, for `task = "embed"`, `"token_embed"` and `"token_classify"`."""
     export: Free[list[Annotated[str, AfterValidator(check_target)]]] = Field([])
     """Exports that `run` and `retry-failed` write when all rows are done: names of formats (`"parquet"`), written into
-    the run folder; files (`"answers.csv"`); addresses (`"s3://bucket/answers.parquet"`,
-    `"hf://datasets/OWNER/NAME"`)."""
+    the run folder; files (`"answers.csv"`); addresses (`"s3://bucket/answers.parquet"`). A folder (`"answers/parts"`,
+    `"s3://bucket/answers"`, `"hf://datasets/OWNER/NAME"`) gets Parquet files during the run."""
+    export_every_s: Free[Seconds] = 600.0
+    """Seconds between the Parquet files that a folder in `export` gets. 0: write them only at the end of the run."""
 
 
 def words_of(command: str | Sequence[str]) -> list[str]:
