@@ -1,6 +1,7 @@
 """The thread that writes finished rows to the folders in ``output.export`` during the run.
 
-The main loop never waits for it, and it reads only records that survive a power cut. A folder that can't be reached is
+The main loop never waits for it, and it reads only records that survive a power cut, and with ``output.store`` the loss of
+the machine. Otherwise a later start could compute rows again that are already in a part. A folder that can't be reached is
 tried again after ``output.export_every_s``. If its last parts can't be written at the end of the run, the start ends with
 exit code 1, and the next start writes them.
 """
@@ -8,8 +9,10 @@ exit code 1, and the next start writes them.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
+from importlib import import_module
 
 from batchkit.config.numbers import duration
 from batchkit.errors import BatchkitError, UploadError
@@ -18,8 +21,10 @@ from batchkit.execution.screen import Screen
 from batchkit.execution.start import Start
 from batchkit.execution.summary import Outcome
 from batchkit.runs.parts import PartsFolder, Written
+from batchkit.storage.log import RESULTS
 
 _PATIENCE_S = 5.0  # for an upload in progress when a signal ends the run
+_STORE_S = 60.0  # for the end of the log to reach ``output.store``
 
 
 class PartsThread:
@@ -64,18 +69,41 @@ class PartsThread:
         return outcome._replace(unsent=unsent)
 
     def _end(self, outcome: Outcome) -> Iterator[BatchkitError]:
-        exit_code, end = outcome.summary.exit, self._run.ledger.synced_end
+        exit_code = outcome.summary.exit
         if exit_code >= 128:
             self.close(_PATIENCE_S)
             return
         self.close(None)
         is_complete = outcome.error is None and exit_code in (0, 3)
+        if is_complete and not self._is_in_store():
+            is_complete = False
+            yield UploadError(
+                "output.export: the newest rows have no part yet, because output.store can't be reached; the same command"
+                " again writes them"
+            )
         for folder in self._folders:
             try:
+                end = self._safe_end()
                 written = folder.finish(end) if is_complete else folder.write(end)
                 self._said.append(_line(folder, written))
             except BatchkitError as error:
                 yield error
+
+    def _safe_end(self) -> int:
+        """Return the end of the records that this run can't lose any more."""
+        mirror, end = self._run.mirror, self._run.ledger.synced_end
+        return end if mirror is None else min(end, mirror.sealed_end(RESULTS))
+
+    def _is_in_store(self) -> bool:
+        """Wait until the store, if there is one, has the whole log. Return False if that takes too long."""
+        if (mirror := self._run.mirror) is not None:
+            mirror.offer(self._run.ledger.ends)
+        deadline = time.monotonic() + _STORE_S
+        while self._safe_end() < self._run.ledger.synced_end:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
 
     def close(self, timeout_s: float | None = 0.0) -> None:
         """End the thread. ``timeout_s``: how long to wait for an upload in progress; None waits until it ends."""
@@ -84,10 +112,11 @@ class PartsThread:
             self._thread.join(timeout_s)
 
     def _write(self) -> None:
+        import_module("batchkit.runs.parquet")  # takes a second, in which the model is loaded
         while not self._closed.wait(self._every_s):
             for folder in self._folders:
                 try:
-                    folder.write(self._run.ledger.synced_end)
+                    folder.write(self._safe_end())
                 except BatchkitError as error:
                     self._said.append(f"{error}; next attempt in {duration(self._every_s)}")
 

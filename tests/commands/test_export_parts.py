@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 import yaml
 
 from batchkit.runs.parts import PartsFolder
+from batchkit.storage.store.objects import Objects
+from batchkit.storage.store.seals import Chain
 from tests.support import embed_runs
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import (
@@ -127,6 +130,26 @@ def test_a_killed_run_continues_behind_its_last_part() -> None:
     assert_consecutive(parts())
     assert_same_as_log(rows_in())
     assert [path.name for path in OUT.iterdir() if path.suffix != ".parquet"] == []
+
+
+def test_a_machine_that_continues_from_the_store_continues_behind_the_last_part() -> None:
+    store = f"file://{Path('store').absolute()}"
+    output = {**export_to(OUT), "store": store}
+    run_table = {**SLOW, "store_interval_s": 0.5}
+    prepare(400, engine={"options": {"latency_s": 0.02}}, run=run_table, output=output)
+    for number in (2, 3):
+        with begin("run", "job.toml", cwd=Path.cwd()) as process:
+            until(partial(has_more_parts, number))
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        before = parts()
+        in_chain = Chain(Objects(f"{store}/a")).catch_up().checksum(LOG.name)
+        assert ranges(before)[-1][1] <= in_chain.end
+        shutil.rmtree("output")  # the machine's disk
+    run(*FAST).ok()
+    assert {name: parts()[name] for name in before} == before
+    assert_consecutive(parts())
+    assert_same_as_log(rows_in())
 
 
 def test_failed_rows_are_in_a_file_of_their_own_until_a_retry_answers_them() -> None:

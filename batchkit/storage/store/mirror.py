@@ -55,6 +55,7 @@ class Mirror:
         self._interval_s = interval_s
         # By file, of which the store has the beginning: the local file's inode number.
         self._inodes = {file: inode for file in self._chain.files if (inode := self._inode(file))}
+        self._sealed: Mapping[str, int] = {}  # the newest ``ends`` that the store has
         self._offers = SimpleQueue[tuple[Mapping[str, int], bool]]()
         self._waits, self._trouble, self._is_complete = True, "", False
         self._sealed_at, self._said_at = time.monotonic(), -_SAY_S
@@ -72,6 +73,11 @@ class Mirror:
         bytes before it are final."""
         self._waits = False
         self._offers.put((dict(ends), is_last))
+
+    def sealed_end(self, file: str) -> int:
+        """Return how much of ``file`` the store has for certain; 0 if another process has taken the run over. Any thread
+        may call this."""
+        return 0 if self._lease.lost else self._sealed.get(file, 0)
 
     def message(self) -> str:
         """Return a line if the store has been behind for several intervals; "" if it is not, or if that was said a
@@ -122,7 +128,7 @@ class Mirror:
                 if time.monotonic() > deadline:
                     return
                 time.sleep(1.0)
-            self._sealed_at = time.monotonic()
+            self._sealed_at, self._sealed = time.monotonic(), ends
             self._waits = True
         self._is_complete = True
 
