@@ -115,7 +115,7 @@ def test_all_problems_come_at_once() -> None:
             {"engine": {"kind": "dry-run", "max_tokens": 5}},
             "engine.max_tokens: …'sampling.max_tokens'?",
         ),
-        ({"output": {"zzz": 1}}, "output.zzz: unknown key; known: dir, keep, …, export_every_s"),
+        ({"output": {"zzz": 1}}, "output.zzz: unknown key; known: dir, store, …, export_every_s"),
     ],
 )
 def test_problem_says_key_found_and_expected_and_what_is_near(

@@ -148,7 +148,7 @@ class Chain:
         return None if self.last is None else self.objects.get(heartbeat_key(self.last.fence))
 
     def _read_cache(self, cache: Path) -> None:
-        """Read the seals in ``cache``, unless the store has another run by now."""
+        """Read the seals in ``cache``, unless the store has another run instead."""
         lines = cache.read_bytes().splitlines(keepends=True)
         raw = [
             line for line in lines if line.endswith(b"\n")
