@@ -117,9 +117,12 @@ def cli() -> None:
 @of_key(
     "workers.count",
     "--workers",
-    "Number of engines on Ray, each with tensor_parallel_size × pipeline_parallel_size GPUs; default one engine"
-    " without Ray",
-    type=COUNT,
+    "Number of engines on Ray, each with tensor_parallel_size × pipeline_parallel_size GPUs, or auto: as many as Ray"
+    " has room for, while nodes join and leave; default one engine without Ray",
+    metavar="N|auto",
+    callback=lambda context, option, given: (
+        given if given in (None, "auto") else COUNT.convert(given, option, context)
+    ),
 )
 @of_key(
     "workers.ray_address",

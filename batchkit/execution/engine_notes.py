@@ -102,9 +102,8 @@ class EngineNotes:
                 loading += f" into {len(own)} engines, {own[0].on_gpu} on each GPU"
             text = f"{loading}, rendering the first rows meanwhile"
             if workers is not None:
-                text = (
-                    f"starting {workers} {'worker' if workers == 1 else 'workers'}, model {model}"
-                )
+                number = "workers on each free node" if workers == "auto" else f"{workers} workers"
+                text = f"starting {'1 worker' if workers == 1 else number}, model {model}"
             self._screen.say(text)
             if engine.options.get("trust_remote_code"):
                 self._screen.say(

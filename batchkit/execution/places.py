@@ -64,8 +64,8 @@ def places_of(
 def engines_of(job: JobConfig) -> int:
     """Return how many engines of one name the run loads."""
     if job.workers.per_gpu is None or job.engine.kind == "dry-run":
-        return job.workers.count or 1
-    return job.workers.per_gpu * (job.workers.count or visible_gpus())
+        return job.workers.least
+    return job.workers.per_gpu * (job.workers.least if job.workers.count else visible_gpus())
 
 
 def gpus_of(job: JobConfig) -> float:

@@ -121,7 +121,8 @@ class Stop:
         self._job, self._run, self._say = start.job, run, say
         self._gpu_seconds_before = sum(earlier.gpu_seconds for earlier in run.starts.history.starts)
         self._is_announced = False
-        self._gpus = gpus_of(self._job)
+        self._gpus, self._gpus_since = gpus_of(self._job), request.began
+        self._gpu_seconds_until = 0.0
 
     def budget_line(self) -> str:
         """Return a line for the log that lists each budget and how much of it is left; "" without budgets."""
@@ -133,12 +134,18 @@ class Stop:
 
     def price(self, unfinished_tokens: int = 0) -> float | None:
         """Return the price of the run so far, over all starts; None if the job has no price."""
-        gpu_seconds = self._gpu_seconds_before + self._gpus * self._seconds
+        gpu_seconds = self._gpu_seconds_before + self._gpu_seconds
         return self._job.budget.price_of(self._tokens(unfinished_tokens), gpu_seconds)
 
     def note_gpus(self) -> None:
         """Note the GPU seconds of this start."""
-        self._run.starts.note(gpu_seconds=round(self._gpus * self._seconds, 3))
+        self._run.starts.note(gpu_seconds=round(self._gpu_seconds, 3))
+
+    def use_gpus(self, gpus: float) -> None:
+        """Set the number of GPUs that this start uses from now on."""
+        if gpus != self._gpus:
+            self._gpu_seconds_until, self._gpus_since = self._gpu_seconds, time.monotonic()
+            self._gpus = gpus
 
     def check_budgets(self, unfinished_tokens: int = 0) -> bool:
         """Set ``by`` if a budget is used up. Return whether a budget or a signal forbids taking new rows.
@@ -204,6 +211,10 @@ class Stop:
         if most is None or self._seconds < most:
             return None
         return max(0.0, most + DRAIN_S - self._seconds)
+
+    @property
+    def _gpu_seconds(self) -> float:
+        return self._gpu_seconds_until + self._gpus * (time.monotonic() - self._gpus_since)
 
     @property
     def _seconds(self) -> float:

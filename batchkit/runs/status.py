@@ -41,7 +41,8 @@ class Status:
       last start accepted for one request; otherwise None.
     - ``held_by``: the process that works on the run, or None.
     - ``checked``: the rows that ``[self_check]`` has computed again, over all starts.
-    - ``workers``: the state of each worker when the last start wrote its last checkpoint; empty without several workers.
+    - ``workers``: the state of each worker when the last start wrote its last checkpoint, also of workers that have left;
+      empty without several workers.
     """
 
     name: str
@@ -112,8 +113,13 @@ class Status:
 
     def _worker_line(self, worker: Mapping[str, Any]) -> str:
         gpus = f", GPU {', '.join(map(str, worker['gpus']))}" if worker["gpus"] else ""
-        shown = self.held_by or worker["state"] == "given up"  # an ended run shows only this state
+        shown = (
+            self.held_by or worker["left_at"]
+        )  # an ended run shows only workers that left before
         state = f" {worker['state']}," if shown else ""
+        for word in ("joined", "left"):
+            if at := worker[f"{word}_at"]:
+                state += f" {word} {at[:19].replace('T', ' ')},"
         return (
             f"worker {worker['worker']} on {worker['node'] or 'no node'}{gpus}:{state}"
             f" {worker['rows']:,} rows, {worker['rows_per_s']:.1f} rows/s, {worker['in_flight']} in flight,"

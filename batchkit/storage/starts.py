@@ -54,6 +54,7 @@ class WorkerState(_Part):
 
     - ``rows``: rows for which the worker has returned a record. ``rows_per_s``: per second since its model was loaded.
     - ``restarts``: restarts of the worker's process. ``engine_restarts``: restarts of engines in its processes.
+    - ``joined_at``: when it first had a node. ``left_at``: when it was given up, or its node was lost or drained.
     """
 
     worker: int
@@ -65,6 +66,8 @@ class WorkerState(_Part):
     in_flight: int
     restarts: int
     engine_restarts: int
+    joined_at: str | None = None
+    left_at: str | None = None
 
 
 class Checked(_Part):

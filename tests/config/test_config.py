@@ -214,6 +214,7 @@ def test_engine_table_and_its_model_are_asked_for() -> None:
         ({"prompt": {"chat": False, "system": "x"}}, "chat = false"),
         ({"prompt": {"chat": False, "images": ["x"]}}, "chat = false"),
         ({"media": {"min_pixels": 9, "max_pixels": 5}}, "min_pixels 9 is over max_pixels 5"),
+        ({"workers": {"count": "auto", "min": 3, "max": 2}}, "max = 2 is less than min = 3"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(given: dict[str, Any], words: str) -> None:

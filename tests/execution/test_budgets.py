@@ -178,6 +178,7 @@ def test_price_of_gpus_is_that_of_all_starts() -> None:
         ({"engine": {"options": {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}}}, 8),
         ({"engine": {"options": {"tensor_parallel_size": 2}}, "workers": {"count": 3}}, 6),
         ({"workers": {"count": 4, "gpus": 0.5}}, 2),
+        ({"workers": {"count": "auto", "min": 3, "gpus": 2}}, 6),
     ],
 )
 def test_each_gpu_of_the_job_is_paid_for(tables: dict[str, Any], gpus: float) -> None:

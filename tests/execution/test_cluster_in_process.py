@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from batchkit.execution.start import Start, StartOptions
 from batchkit.execution.summary import RunSummary
 from batchkit.storage.log import RESULTS
 from batchkit.storage.newest_lines import read_newest
+from batchkit.storage.starts import read_history
 from batchkit.types import Row, Task
 from tests.support.chat_server import MODEL, ChatServer, serving
-from tests.support.ray_head import CPUS, RayHead
+from tests.support.ray_head import CPUS, GPUS, RayHead
 from tests.support.rows import write_jsonl
 from tests.support.waiting import until
 
@@ -189,14 +191,32 @@ def test_failed_rows_are_retried_by_the_workers(in_a_folder: Path) -> None:
     assert [record["attempt"] for record in newest(in_a_folder)] == [1, 2, 1]
 
 
+@pytest.mark.parametrize(
+    ("count", "words"), [(2, "all 2 workers failed"), ("auto", "no worker is left")]
+)
 def test_a_worker_whose_engine_can_not_start_leaves_its_place_to_the_next_until_all_have_failed(
-    in_a_folder: Path,
+    count: int | str, words: str, in_a_folder: Path
 ) -> None:
     with serving() as server:
         wrong = server.url.removesuffix("/v1")
         engine = {"kind": "openai-server", "model": "m", "base_url": wrong}
-        with pytest.raises(EngineError, match=r"all 2 workers failed.* ends in /v1"):
-            process(job(engine=engine, workers={"cpus": CPUS - 1}), ["a"])  # a place for one
+        with pytest.raises(EngineError, match=rf"{words}.* ends in /v1"):
+            process(
+                job(engine=engine, workers={"count": count, "cpus": CPUS - 1}), ["a"]
+            )  # a place for one
+
+
+def test_workers_that_join_are_paid_for_from_then_on(in_a_folder: Path) -> None:
+    slow = {"kind": "dry-run", "options": {"latency_s": 0.02}}
+    workers = {"count": "auto", "gpus": GPUS // 2, "cpus": 1}
+    budget = {"price_per_gpu_hour": 1.0}
+    made = job(engine=slow, run={"max_in_flight": 2}, workers=workers, budget=budget)
+    assert process(made, [f"q{n}" for n in range(600)]).ok == 600
+    (start,) = read_history(in_a_folder / "output/batch").starts
+    began, ended = map(datetime.fromisoformat, (start.started_at, start.ended_at or ""))
+    seconds = (ended - began).total_seconds()
+    assert [worker.left_at for worker in start.workers] in ([None], [None, None])
+    assert GPUS // 2 * (seconds - 1) < start.gpu_seconds < GPUS * seconds
 
 
 class Due:

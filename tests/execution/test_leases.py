@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -220,3 +220,54 @@ def test_a_long_group_is_shared() -> None:
     (workers,) = dealt([10 * MOST_TO_END_A_GROUP]).values()
     assert len(workers) == 10 * MOST_TO_END_A_GROUP
     assert min(workers.count(0), workers.count(1)) >= 2 * MOST_TO_END_A_GROUP
+
+
+def test_rows_of_a_lost_node_go_to_the_next_worker_that_asks() -> None:
+    """Also to one that holds other rows, because they are no suspects. A prefix is still kept together."""
+    leases = leases_of(2)
+    for worker in leases.workers.values():
+        worker.capacity = 4
+    new = map(task, range(20))
+    assert indexes(leases.lease(0, None, lambda: next(new, None))) == [0, 1, 2, 3]
+    assert indexes(leases.lease(1, None, lambda: next(new, None))) == [4, 5, 6, 7]
+    leases.workers[0].give_back([1])
+    assert leases.lose(0, "its node was lost") is None
+    assert leases.n_held == 4 + 3
+    leases.workers[1].give_back([4, 5, 6])
+    assert indexes(leases.lease(1, None, lambda: next(new, None))) == [0, 2, 3]
+    leases.workers[1].give_back([7, 0])
+    assert indexes(leases.lease(1, None, lambda: next(new, None))) == [8, 9]
+
+
+@pytest.mark.parametrize("n_lost", [2, 3])
+def test_a_row_whose_nodes_are_lost_again_and_again_is_a_suspect(n_lost: int) -> None:
+    leases = leases_of(9)
+    for worker in leases.workers.values():
+        worker.capacity = 8
+    new = iter([task(0)])
+    for number in range(n_lost):
+        assert indexes(leases.lease(number, None, lambda: next(new, None))) == [0]
+        assert leases.lose(number, "its node was lost") is None
+    beside = iter([task(1)])
+    got = indexes(leases.lease(5, None, lambda: next(beside, None)))
+    assert got == ([0, 1] if n_lost == 2 else [0]), "a suspect runs alone"
+    if n_lost == 3:
+        assert leases.lose(5, "its node was lost") is None
+        assert indexes(leases.lease(6, None, lambda: None)) == [0]
+        assert leases.lose(6, "its node was lost") == task(0), "twice alone proves it"
+
+
+def test_rows_of_a_worker_that_leaves_count_no_loss() -> None:
+    leases = leases_of(5)
+    new = iter([task(0)])
+    for number in range(4):
+        leases.workers[number].capacity = 8
+        assert indexes(leases.lease(number, None, lambda: next(new, None))) == [0]
+        leases.leave(number)
+    leases.workers[4].capacity = 8
+    more = iter([task(1)])
+    assert indexes(leases.lease(4, None, lambda: next(more, None))) == [0, 1]
+
+
+def indexes(tasks: Sequence[Task]) -> list[int]:
+    return [one.row.index for one in tasks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,10 +45,27 @@ class RayHead:
             yield psutil.Process(node.all_processes["raylet"][0].process.pid)
         finally:
             self._cluster.remove_node(node, allow_graceful=False)
-            until(lambda: self._n_alive() == 1)
+            until(lambda: node.node_id not in self.nodes())
 
-    def _n_alive(self) -> int:
-        return sum(node["Alive"] for node in self._cluster.global_state.node_table())
+    def drain(self, raylet: psutil.Process) -> None:
+        """Announce that the node will be lost in a minute, as ``ray start --block`` does after SIGTERM."""
+        from ray._raylet import GcsClient
+        from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+
+        pids = {
+            one.all_processes["raylet"][0].process.pid: one.node_id
+            for one in self._cluster.worker_nodes
+        }
+        deadline_ms = int(1000 * (time.time() + 60))
+        is_accepted, reason = GcsClient(address=self.address).drain_node(
+            pids[raylet.pid], DRAIN_NODE_REASON_PREEMPTION, "a test", deadline_ms
+        )
+        assert is_accepted, reason
+
+    def nodes(self) -> set[str]:
+        """The ids of all nodes that Ray knows to be alive."""
+        table = self._cluster.global_state.node_table()
+        return {node["NodeID"] for node in table if node["Alive"]}
 
 
 def actors_below(process: psutil.Process) -> list[psutil.Process]:

@@ -138,7 +138,7 @@ def _figures(
     rest = Rest()
     if sample.waves:
         of_prompts, of_answers = budget.price_per_million_tokens or (0.0, 0.0)
-        engines = EngineCount(job.workers.count or 1, running, job.engine.kind == "transformers")
+        engines = EngineCount(job.workers.least, running, job.engine.kind == "transformers")
         prices = Prices(of_prompts / 1e6, of_answers / 1e6, per_gpu_s)
         rest = rest_of(lengths, sample, engines, prices, job.run.seed)
     load_s = sample.load_s if left else 0.0

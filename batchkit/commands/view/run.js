@@ -252,11 +252,12 @@ export function openRun() {
     ));
     /** @type {Worker[]} */
     const workers = starts.at(-1)?.workers ?? [];
-    const now = (/** @type {string} */ state) => (status.state === "running" || state === "given up" ? state : "ended");
+    const now = (/** @type {Worker} */ { state, left_at: left }) => (status.state === "running" || left ? state : "ended");
     byId("workers").replaceChildren(...(workers.length ? [table(
-      ["", "node", "GPUs", "state", "rows", "rows/s", "in flight", "restarts", "of its engine"],
+      ["", "node", "GPUs", "state", "joined (UTC)", "left (UTC)", "rows", "rows/s", "in flight", "restarts", "of its engine"],
       workers.map((one) => [
-        `worker ${one.worker}`, one.node ?? "none", one.gpus.join(", ") || "–", now(one.state),
+        `worker ${one.worker}`, one.node ?? "none", one.gpus.join(", ") || "–", now(one),
+        ...[one.joined_at, one.left_at].map((at) => (at ? when(at, { seconds: true }).replace(" UTC", "") : "–")),
         number.format(one.rows), short(one.rows_per_s), String(one.in_flight), String(one.restarts),
         String(one.engine_restarts),
       ]), "plain",

@@ -92,7 +92,7 @@
 /**
  * @typedef {{
  *   worker: number, node: string | null, gpus: number[], state: string, rows: number, rows_per_s: number,
- *   in_flight: number, restarts: number, engine_restarts: number,
+ *   in_flight: number, restarts: number, engine_restarts: number, joined_at: string | null, left_at: string | null,
  * }} Worker
  */
 

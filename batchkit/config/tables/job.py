@@ -155,10 +155,14 @@ class JobConfig(Table):
 
     @property
     def gpus(self) -> float:
-        """The number of GPUs that the run uses: GPUs per worker times workers."""
+        """The number of GPUs that the run uses, or begins with: GPUs per worker times workers."""
+        return self.worker_gpus * self.workers.least
+
+    @property
+    def worker_gpus(self) -> float:
+        """The number of GPUs of one worker."""
         of_engine = max(self.with_engine(name).engine_gpus for name in self.engine_names)
-        of_worker = self.workers.gpus
-        return (of_engine if of_worker is None else of_worker) * (self.workers.count or 1)
+        return of_engine if self.workers.gpus is None else self.workers.gpus
 
     @property
     def engine_gpus(self) -> int:

@@ -116,8 +116,15 @@ class SelfCheckTable(Table):
 class WorkersTable(Table):
     """Several engines that Ray starts on GPUs of this machine or of a cluster (docs/scaling.md)."""
 
-    count: Free[PositiveInt | None] = None
-    """Number of engines that run on Ray, each with its own GPUs. By default one engine runs, without Ray."""
+    count: Free[Literal["auto"] | PositiveInt | None] = None
+    """Number of engines that run on Ray, each with its own GPUs. `auto`: as many as Ray has room for, while nodes join and
+    leave the cluster (docs/scaling.md). By default one engine runs, without Ray."""
+    min: Free[PositiveInt] = 1
+    """With `count = "auto"`: rows start once this number of workers is ready. While there are fewer, the run asks Ray for
+    the missing ones."""
+    max: Free[PositiveInt | None] = None
+    """With `count = "auto"`: maximum number of workers. The run asks Ray for all of them at once. Without it, the run asks
+    for twice as many as it has."""
     ray_address: Free[str | None] = None
     """Address of the Ray cluster, as `ray.init` takes it. The default is `RAY_ADDRESS`; if that is not set either,
     batchkit starts Ray on this machine for the run."""
@@ -129,7 +136,19 @@ class WorkersTable(Table):
     """Number of engines that share each visible GPU, without Ray (docs/scaling.md). The GPU's memory is divided equally
     among them, and they compute at the same time if NVIDIA's MPS can be started. By default one engine runs."""
     cpus: Free[PositiveFloat | None] = None
-    """CPU cores and OpenMP threads per worker. The default is 1 with a GPU, otherwise an equal share of all cores."""
+    """CPU cores and OpenMP threads per worker. The default is 1 with a GPU, otherwise an equal share of all cores; with
+    `count = "auto"`, the cores of the smallest node."""
+
+    @property
+    def least(self) -> int:
+        """The number of workers that the run begins with."""
+        return self.min if self.count == "auto" else self.count or 1
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> WorkersTable:
+        if self.max is not None and self.max < self.min:
+            raise ValueError(f"max = {self.max} is less than min = {self.min}")
+        return self
 
 
 class BudgetTable(Table):
@@ -146,8 +165,8 @@ class BudgetTable(Table):
     as `max_completion_tokens`."""
     price_per_gpu_hour: Free[PositiveFloat | None] = None
     """Price of one GPU for one hour, including loading. The number of GPUs is `tensor_parallel_size` ×
-    `pipeline_parallel_size`, or `workers.gpus`, times `workers.count`. With `workers.per_gpu`, it is the number of
-    visible GPUs."""
+    `pipeline_parallel_size`, or `workers.gpus`, times `workers.count`; with `"auto"`, times the number of workers at each
+    moment, and `workers.min` until the first one is ready. With `workers.per_gpu`, it is the number of visible GPUs."""
     price_per_million_tokens: Free[_InAndOut | None] = None
     """Price of a million prompt tokens and of a million completion tokens, for example `[0.15, 0.60]`."""
 

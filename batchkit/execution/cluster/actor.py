@@ -46,10 +46,11 @@ CLOSE_S = 30.0
 
 
 class Placement(NamedTuple):
-    """The node and GPUs of a worker."""
+    """The node and GPUs of a worker. ``node_id`` is Ray's id of the node."""
 
     node: str
     gpus: Sequence[int | str]
+    node_id: str
 
 
 @dataclass
@@ -91,9 +92,9 @@ class Actor:
             sys.path += [place for place in import_from if place not in sys.path]
         self._number, self._start, self._engines = number, start, engines
         self._inbox: SimpleQueue[Task | None] = SimpleQueue()
-        self._spacing_s = (start.job.workers.count or 1) / MOST_CALLS_PER_S
         self._changed = threading.Condition()
-        self._report = WorkerReport(Placement(socket.gethostname(), ray.get_gpu_ids()))
+        node_id = ray.get_runtime_context().get_node_id()
+        self._report = WorkerReport(Placement(socket.gethostname(), ray.get_gpu_ids(), node_id))
         self._taking, self._asks_for_check = True, False
         self._closed = False
         self._unsettled = self._written = 0
@@ -102,15 +103,22 @@ class Actor:
         self._thread.start()
 
     def exchange(
-        self, tasks: Sequence[Task], taking: bool, written: int, check: bool = False
+        self,
+        tasks: Sequence[Task],
+        taking: bool,
+        written: int,
+        check: bool = False,
+        n_workers: int = 1,
     ) -> WorkerReport:
         """Take new ``tasks``, wait for settled rows, and return the rows that were settled since the last call.
 
-        - ``taking``: False while the run is stopping, so that no request is submitted.
+        - ``taking``: False while the run is stopping or this node drains, so that no request is submitted.
         - ``written``: how many returned generations the run has written to the ledger since the last call.
         - ``check``: True once all rows of the run are settled, so that the self-check at its end can begin.
+        - ``n_workers``: the number of workers, which share ``MOST_CALLS_PER_S``.
         """
         self._taking, self._asks_for_check = taking, check
+        spacing_s = n_workers / MOST_CALLS_PER_S
         for task in tasks:
             self._inbox.put(task)
         with self._changed:
@@ -118,13 +126,13 @@ class Actor:
             self._unsettled += len(tasks)
             now = self._report
             self._changed.wait_for(
-                lambda: now.lines or now.events or now.failure, max(HEARTBEAT_S, self._spacing_s)
+                lambda: now.lines or now.events or now.failure, max(HEARTBEAT_S, spacing_s)
             )
             if now.lines:
                 enough = self._unsettled // 2
                 self._changed.wait_for(
                     lambda: len(now.lines) >= enough or now.failure,
-                    max(GATHER_S, self._spacing_s),
+                    max(GATHER_S, spacing_s),
                 )
             self._report = replace(now, lines=[], events=[])
             self._unsettled -= sum(not isinstance(line, GenerationLine) for line in now.lines)

@@ -8,12 +8,15 @@ rows that a worker holds depends on its engine, so a slow worker gets fewer rows
 - Rows with the same prefix go to the same worker, whose engine has the prefix in its cache.
 - Rows that a worker held when it died are suspects. The first worker that holds no other row replays them in halves
   (``bisection.py``). So a row that kills workers is found, and the other rows are answered.
+- With ``workers.count = "auto"``, workers join and leave. Rows of a worker whose node was lost or drains are no suspects:
+  the next worker that asks for rows gets them.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +26,11 @@ from batchkit.execution.cluster.actor import Placement
 from batchkit.execution.events import EngineHistory, Load
 from batchkit.execution.worker import EngineFacts
 from batchkit.storage.starts import WorkerState
-from batchkit.types import Task
+from batchkit.types import Task, utc_now
 
 MOST_IN_A_LEASE = 256
 MOST_TO_END_A_GROUP = 64  # the rest of a longer group may go to another worker
+MOST_LOSSES = 2  # a row that was on more lost nodes is a suspect
 
 
 class Leases:
@@ -41,12 +45,13 @@ class Leases:
         self.workers = {worker.number: worker for worker in workers}
         self._suspects = Suspects[Task]()
         self._replaying: int | None = None  # the worker that holds suspects, and nothing else
-        self._next: Task | None = None  # read from the input, but not handed out yet
+        self._next = deque[Task]()  # to hand out before further rows are read
+        self._losses = Counter[int]()  # by row: how many nodes were lost while the row was on them
 
     @property
     def n_held(self) -> int:
-        """The number of rows that workers hold, plus 1 if a row was read but not yet given to a worker."""
-        return sum(len(worker.held) for worker in self.workers.values()) + bool(self._next)
+        """The number of rows that workers hold, and of rows that were read but no worker holds."""
+        return sum(len(worker.held) for worker in self.workers.values()) + len(self._next)
 
     @property
     def is_done(self) -> bool:
@@ -68,9 +73,24 @@ class Leases:
     def give_up(self, number: int) -> None:
         """Remove a worker without suspecting its rows. Another worker gets them."""
         worker = self.workers.pop(number)
-        worker.is_given_up = True
         if worker.held:
             self._suspects.interpose(list(worker.held.values()))
+
+    def lose(self, number: int, cause: str) -> Task | None:
+        """Remove a worker because its node was lost. Its rows are handed out next. Return the poison row if this loss
+        proves one."""
+        worker = self.workers[number]
+        self._losses.update(worker.held.keys())  # of a dict, it would add the values
+        is_suspect = any(self._losses[index] > MOST_LOSSES for index in worker.held)
+        poison = self.die(number, cause) if is_suspect or number == self._replaying else None
+        self.leave(number)
+        return poison
+
+    def leave(self, number: int) -> None:
+        """Remove a worker that ends without a fault. Its rows are handed out next."""
+        worker = self.workers.pop(number)
+        self._next.extendleft(reversed(worker.held.values()))
+        worker.held = {}
 
     def lease(
         self, number: int, left: int | None, next_task: Callable[[], Task | None]
@@ -116,12 +136,11 @@ class Leases:
         most = n + MOST_TO_END_A_GROUP if n == room else n
         tasks: list[Task] = []
         while len(tasks) < n or (tasks and tasks[-1].group and len(tasks) < most):
-            if (task := self._next or next_task()) is None:
+            if (task := self._next.popleft() if self._next else next_task()) is None:
                 break
             if len(tasks) >= n and task.group != tasks[-1].group:
-                self._next = task
+                self._next.appendleft(task)
                 break
-            self._next = None
             tasks.append(task)
         return tasks
 
@@ -178,7 +197,9 @@ class RayWorker:
     - ``lives``: all processes of the worker so far.
     - ``capacity``: how many rows it may hold; 0 while its model loads.
     - ``given_back``: how many rows it has returned, as a record or paused. ``rows``: how many of them as a record.
-    - ``up_since``: when its engine was first loaded (``time.monotonic()``); None before.
+    - ``up_since``: when its engine was first loaded (``time.monotonic()``); None before. ``up_until``: when it left.
+    - ``joined_at``, ``left_at``: see ``WorkerState``. ``why_left``: its last state, for example ``node lost``.
+    - ``is_draining``: its node has a notice, so it gets no more rows.
     """
 
     def __init__(self, number: int) -> None:
@@ -186,8 +207,12 @@ class RayWorker:
         self.capacity = self.given_back = self.rows = self.deaths_in_a_row = 0
         self.held: dict[int, Task] = {}
         self.lives: list[Life] = []
-        self.is_given_up = False
+        self.is_draining = False
         self.up_since: float | None = None
+        self.up_until: float | None = None
+        self.joined_at: str | None = None
+        self.left_at: str | None = None
+        self.why_left = ""
 
     def give_back(self, indices: Collection[int]) -> list[Task]:
         """Remove the rows with these indexes from ``held``, because the worker has returned them. Return their
@@ -202,6 +227,10 @@ class RayWorker:
         histories = {(name, 0): learned._replace(restarts=0) for name, learned in known.items()}
         self.lives.append(Life(actor, histories))
 
+    def leave(self, why: str) -> None:
+        self.left_at, self.up_until, self.why_left = utc_now(), time.monotonic(), why
+        self.life.call = None  # otherwise its end would count as another death
+
     @property
     def life(self) -> Life:
         return self.lives[-1]
@@ -214,18 +243,23 @@ class RayWorker:
         """Return the worker's state for the note of the start."""
         life, place, since = self.life, self.life.place, self.up_since
         state = "loading" if life.engine is None else "working"
-        if self.is_given_up:
-            state = "given up"
+        if self.left_at is not None:
+            state = self.why_left
         elif place is None:
             state = "waiting for resources"
+        elif self.is_draining:
+            state = "draining"
+        until = self.up_until or time.monotonic()
         return WorkerState(
             worker=self.number,
             state=state,
             node=None if place is None else place.node,
             gpus=[] if place is None else list(place.gpus),
             rows=self.rows,
-            rows_per_s=0.0 if since is None else round(self.rows / (time.monotonic() - since), 3),
-            in_flight=0 if self.is_given_up else life.load.in_flight,
+            rows_per_s=0.0 if since is None else round(self.rows / (until - since), 3),
+            in_flight=0 if self.left_at else life.load.in_flight,
             restarts=len(self.lives) - 1,
             engine_restarts=sum(life.engine_restarts for life in self.lives),
+            joined_at=self.joined_at,
+            left_at=self.left_at,
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from itertools import chain
+from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,14 @@ from batchkit.errors import (
 )
 from batchkit.execution.cluster.actor import CLOSE_S, Actor, WorkerReport
 from batchkit.execution.cluster.leases import Leases, RayWorker
-from batchkit.execution.cluster.session import cause_of, knock, needs, session
+from batchkit.execution.cluster.session import (
+    cause_of,
+    draining_nodes,
+    is_gone,
+    knock,
+    needs,
+    session,
+)
 from batchkit.execution.completions import to_line
 from batchkit.execution.events import (
     EngineHistory,
@@ -42,19 +49,24 @@ from batchkit.rendering.prefetch import read_ahead
 from batchkit.sources.rowhash import input_hash
 from batchkit.storage.ledger import RecordLine
 from batchkit.storage.starts import WorkerState
-from batchkit.types import Completion, Request, Task
+from batchkit.types import Completion, Request, Task, utc_now
 
 PLACE_S = 15.0  # report a worker that waits longer than this for resources
 KNOCK_S = 1.0
+RESIZE_S = 1.0
 HEAD_GONE_S = 5.0  # Ray itself would end this process after a minute
+MOST_LEFT = 50  # notes of workers that have left; older ones are dropped
 HEAVY_ROW_BYTES = 16 * 1024  # smaller rows don't count toward the limit on bytes read ahead
 
 
 class RayPool:
     """The workers of a run with ``workers.count``. It has the interface of Worker.
 
-    The constructor returns once the first worker is ready; the others follow. If a worker dies, another worker answers
-    its rows.
+    The constructor returns once the first worker is ready (with ``workers.min``, once that many are); the others follow.
+    If a worker dies, another worker answers its rows.
+
+    With ``workers.count = "auto"``, some workers always wait for resources, so that one starts as soon as a node joins, and
+    Ray's autoscaler sees the demand. A worker leaves with its node, or when the node drains; it is not restarted.
 
     - ``hear``: receives the events of the workers and their engines.
     - ``known``: histories of earlier starts, by engine.
@@ -75,9 +87,15 @@ class RayPool:
     ) -> None:
         self._start, self._due, self._engines = start, tasks, engines
         self._hear = hear
-        self._workers = [RayWorker(number) for number in range(start.job.workers.count or 1)]
+        self._is_auto = start.job.workers.count == "auto"
+        self._numbers = count()
+        self._workers = [RayWorker(next(self._numbers)) for _ in range(start.job.workers.least)]
         self._leases = Leases(self._workers, quarantined=start.options.quarantined)
         self._known = dict(known)
+        self._draining: Collection[str] = ()  # ids of nodes
+        self._next_resize = 0.0
+        self._n_given_up, self._failure = 0, BatchkitError()
+        self._worker_gpus = start.job.worker_gpus
         self._broken: BatchkitError | None = None
         self._asks_for_check = False
         self._is_headless = False
@@ -94,7 +112,7 @@ class RayPool:
                 held.callback(self._dismiss)
                 for worker in self._workers:
                     worker.begin(self._hire(worker.number), self._known)
-                self.engine_facts = self._first_engine()
+                self.engine_facts = self._first_engines()
             self._held = held.pop_all()
 
     def fill(self, *, taking: bool) -> list[Returned]:
@@ -109,16 +127,22 @@ class RayPool:
             raise self._broken
         if self._tasks.will_raise and self._leases.is_done:  # rows in flight are finished first
             self._tasks.get(timeout_s=0)  # raises the input's error
+        if taking:
+            self._resize()
         for worker in self._leases.workers.values():
             life, tasks = worker.life, list[Task]()
             if life.call is not None:
                 continue
-            if taking and life.place is not None:
+            worker.is_draining = life.place is not None and life.place.node_id in self._draining
+            its_taking = taking and not worker.is_draining
+            if its_taking and life.place is not None:
                 leased = self._leases.lease(worker.number, self._unread(), self._next_task)
                 # After the row was read, a worker that has since died may have written generations of the row.
                 tasks = [t._replace(known=self._due.known(t.row.index)) for t in leased]
             written, life.written = life.written, 0
-            life.call = life.actor.exchange.remote(tasks, taking, written, self._asks_for_check)
+            life.call = life.actor.exchange.remote(
+                tasks, its_taking, written, self._asks_for_check, len(self._leases.workers)
+            )
             life.called_at = time.monotonic()
         return []
 
@@ -142,7 +166,7 @@ class RayPool:
             except RayError as error:
                 lines += self._bury(worker, error)
         self._watch()
-        self._watch_head()
+        self._watch_nodes()
         return lines
 
     def note_written(self) -> None:
@@ -171,21 +195,76 @@ class RayPool:
         return at_work._replace(retried=sum(worker.retried for worker in self._workers))
 
     def workers(self) -> list[WorkerState]:
-        return [worker.noted() for worker in self._workers]
+        """Return the state of each worker. With ``auto``, without workers that never had a node, and only the newest
+        ``MOST_LEFT`` of the workers that have left."""
+        if not self._is_auto:
+            return [worker.noted() for worker in self._workers]
+        left = [worker for worker in self._workers if worker.left_at is not None]
+        dropped = set(left[:-MOST_LEFT])
+        return [one.noted() for one in self._workers if one.joined_at and one not in dropped]
+
+    @property
+    def gpus(self) -> float:
+        """The number of GPUs that workers hold now."""
+        return self._worker_gpus * self._n_placed
+
+    @property
+    def _n_placed(self) -> int:
+        return sum(map(_has_place, self._leases.workers.values()))
 
     def close(self) -> None:
         """Stop the workers, kill workers that don't stop in time, and leave Ray."""
         self._held.close()
 
-    def _first_engine(self) -> EngineFacts:
-        """Wait until the first worker is ready, and return its engine's facts."""
+    def _first_engines(self) -> EngineFacts:
+        """Wait until the first worker is ready, or with ``workers.min`` the first few. Return the facts of an engine."""
+        least = self._start.job.workers.min if self._is_auto else 1
         while True:
-            self.fill(taking=True)
+            self._resize()
+            self.fill(taking=False)
             if self.poll():
-                raise AssertionError("a worker returned results before any engine was loaded")
-            for worker in self._workers:
-                if worker.life.engine is not None:
-                    return worker.life.engine
+                raise AssertionError("a worker returned results before it got a row")
+            ready = [one.life.engine for one in self._leases.workers.values() if one.life.engine]
+            if len(ready) >= least:
+                return ready[0]
+
+    def _resize(self) -> None:
+        """With ``workers.count = "auto"``: start or remove workers that wait for resources, so that as many wait as the
+        run can use."""
+        import ray
+
+        if not self._is_auto or time.monotonic() < self._next_resize:
+            return
+        self._next_resize = time.monotonic() + RESIZE_S
+        if not (self._may_hire or any(one.joined_at for one in self._leases.workers.values())):
+            self._broken = EngineError(f"no worker is left; the last one failed: {self._failure}")
+        waiting = [one for one in self._leases.workers.values() if not _has_place(one)]
+        n_wanted = self._n_wanted()
+        for worker in [one for one in waiting[n_wanted:] if one.joined_at is None]:
+            ray.kill(worker.life.actor)
+            self._leases.leave(worker.number)
+            self._workers.remove(worker)
+        for _ in range(n_wanted - len(waiting)):
+            worker = RayWorker(next(self._numbers))
+            worker.begin(self._hire(worker.number), self._known)
+            self._workers.append(worker)
+            self._leases.workers[worker.number] = worker
+
+    def _n_wanted(self) -> int:
+        """Return how many workers should wait for resources."""
+        workers, table = self._leases.workers.values(), self._start.job.workers
+        is_enough = any(_has_place(one) and not one.is_draining for one in workers)
+        if not self._may_hire or (self._tasks.exhausted and is_enough):
+            return 0
+        most = max(table.min, 2 * self._n_placed) if table.max is None else table.max
+        return most - self._n_placed
+
+    @property
+    def _may_hire(self) -> bool:
+        """False once more workers were given up than allowed, because another one would probably fail, too."""
+        was_ready = any(one.up_since is not None for one in self._workers)
+        limit = self._start.job.run.max_engine_restarts if was_ready else 0
+        return self._is_auto and self._n_given_up <= limit
 
     def _hiring(self) -> Callable[[int], Any]:
         """Return a function that starts a worker as a Ray actor. Ray itself must not restart the worker, so that no
@@ -198,8 +277,8 @@ class RayPool:
         start = ray.put(self._start.for_workers())
         return lambda number: made.remote(number, start, self._engines, self._known, sys.path)
 
-    def _watch_head(self) -> None:
-        """Stop the run if Ray's head node does not accept connections any more."""
+    def _watch_nodes(self) -> None:
+        """Stop the run if Ray's head node does not accept connections any more. Otherwise ask it which nodes drain."""
         import ray
 
         now = time.monotonic()
@@ -210,6 +289,8 @@ class RayPool:
         try:
             knock(address)
             self._head_seen = now
+            if self._is_auto:
+                self._draining = draining_nodes()
         except OSError as error:
             if now - self._head_seen >= HEAD_GONE_S:
                 self._is_headless = True
@@ -223,7 +304,7 @@ class RayPool:
 
         if self._is_headless:  # Ray would not answer; the workers end with this process
             return
-        lives = [worker.life for worker in self._workers if worker.lives]
+        lives = [worker.life for worker in self._leases.workers.values() if worker.lives]
         # Workers that are loading can't answer before they are done, and have nothing to close.
         farewells = [life.actor.close.remote() for life in lives if life.engine]
         if farewells:
@@ -251,7 +332,7 @@ class RayPool:
             else:
                 self._hear(event._replace(text=f"worker {worker.number}: {event.text}"))
         life = worker.life
-        life.place = report.place
+        life.place, worker.joined_at = report.place, worker.joined_at or utc_now()
         if report.engine is not None and life.engine is None:
             life.engine, worker.up_since = report.engine, worker.up_since or time.monotonic()
             self._hear(Message(f"worker {worker.number} is ready{life.where}"))
@@ -265,6 +346,10 @@ class RayPool:
             self._tasks.release(task)
         if report.failure is not None:
             self._give_up(worker, report.failure)
+        elif worker.is_draining and not life.load.in_flight:
+            n_rows = len(worker.held)
+            self._leases.leave(worker.number)
+            self._let_go(worker, "drained", f"its node drains; {n_rows} rows go to other workers")
         return report.lines
 
     def _learn(self, worker: RayWorker, history: EngineHistory) -> None:
@@ -290,8 +375,13 @@ class RayPool:
         import ray
         from ray.exceptions import ActorUnavailableError, RayActorError
 
-        is_gone = isinstance(error, ActorUnavailableError)  # its own message tells nothing more
-        cause = "its process or its node has died" if is_gone else cause_of(error)
+        if self._is_auto and worker.life.place and is_gone(worker.life.place.node_id):
+            n_rows, why = len(worker.held), "its node was lost"
+            lost = self._leases.lose(worker.number, why)
+            self._let_go(worker, "node lost", f"{why} with {n_rows} rows")
+            return [] if lost is None else [self._quarantine(lost, why)]
+        is_silent = isinstance(error, ActorUnavailableError)  # its own message tells nothing more
+        cause = "its process or its node has died" if is_silent else cause_of(error)
         self._hear(
             EngineMessage(
                 f"worker {worker.number} died{worker.life.where} with {len(worker.held)} rows: {cause}"
@@ -310,9 +400,17 @@ class RayPool:
                 f" time: {cause}"
             )
             self._give_up(worker, EngineError(message))
-        if not worker.is_given_up:
+        if worker.left_at is None:
             worker.begin(self._hire(worker.number), self._known)
         return lines
+
+    def _let_go(self, worker: RayWorker, state: str, why: str) -> None:
+        """End a worker that has left the leases, because its node was lost or drains."""
+        import ray
+
+        self._hear(EngineMessage(f"worker {worker.number} has left{worker.life.where}: {why}"))
+        worker.leave(state)
+        ray.kill(worker.life.actor)
 
     def _quarantine(self, task: Task, cause: str) -> RecordLine:
         row = task.row
@@ -339,9 +437,11 @@ class RayPool:
             self._broken = failure
             return
         self._leases.give_up(worker.number)
-        worker.life.call = None  # otherwise its end would count as another death
+        self._n_given_up += 1
+        worker.leave("given up")
         ray.kill(worker.life.actor)  # otherwise it would hold GPUs that waiting workers need
-        if self._leases.workers:
+        self._failure = failure
+        if self._is_auto or self._leases.workers:
             self._hear(
                 EngineMessage(f"worker {worker.number} failed and is not restarted: {failure}")
             )
@@ -357,9 +457,11 @@ class RayPool:
         import ray
 
         now, stall_s = time.monotonic(), self._start.job.run.stall_timeout_s
+        is_short = not self._is_auto or self._n_placed < self._start.job.workers.min
         for worker in self._leases.workers.values():
             life = worker.life
-            if life.place is None and now - life.began_at >= PLACE_S and not life.is_said_to_wait:
+            is_late = life.place is None and now - life.began_at >= PLACE_S
+            if is_late and is_short and not life.is_said_to_wait:
                 life.is_said_to_wait = True
                 wanted = needs(self._start.job, self._engines)
                 self._hear(
@@ -378,6 +480,10 @@ class RayPool:
                     )
                 )
                 ray.kill(life.actor)
+
+
+def _has_place(worker: RayWorker) -> bool:
+    return worker.life.place is not None
 
 
 def _weight(task: Task) -> int:

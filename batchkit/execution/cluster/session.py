@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from functools import cache
 from types import SimpleNamespace
@@ -92,7 +92,7 @@ def _begin(job: JobConfig, folder: str) -> None:
     """Start Ray for this run only."""
     import ray
 
-    workers, cpus = job.workers.count or 1, job.workers.cpus or 1
+    workers, cpus = job.workers.least, job.workers.cpus or 1
     try:
         ray.init(
             address="local",
@@ -164,7 +164,7 @@ def _check_gpus(job: JobConfig) -> None:
     """Raise JobError if this machine has too few GPUs for all workers."""
     import ray
 
-    workers = job.workers.count or 1
+    workers = job.workers.least
     gpus, here = needs(job)["num_gpus"], ray.cluster_resources().get("GPU", 0)
     if gpus * workers > here:
         raise JobError(
@@ -177,13 +177,14 @@ def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
     """Return the resources that one worker requests from Ray, by Ray's names.
 
     By default, ``num_gpus`` is the largest number of GPUs that one engine of the worker needs, if the cluster has GPUs.
-    Without GPUs, the cores are divided among the workers, and Ray sets each worker's OpenMP threads to its cores.
+    Without GPUs, the cores are divided among the workers, and Ray sets each worker's OpenMP threads to its cores. With
+    ``workers.count = "auto"``, a worker then gets the cores of the smallest node.
 
     ``engines``: names of the engines that the worker loads.
     """
     import ray
 
-    jobs, n_workers = [job.with_engine(name) for name in engines], job.workers.count or 1
+    jobs, n_workers = [job.with_engine(name) for name in engines], job.workers.least
     gpus: float | None = job.workers.gpus
     if gpus is None:
         groups = [its.engine_gpus for its in jobs if holds_model(its.engine.kind)]
@@ -193,7 +194,32 @@ def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
         nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
         fair = range(sum(nodes) // n_workers if not gpus else 1, 1, -1)
         cpus = next((n for n in fair if sum(cpu // n for cpu in nodes) >= n_workers), 1)
+        if job.workers.count == "auto" and not gpus:
+            cpus = min(filter(None, nodes), default=1)
     return {"num_cpus": cpus, "num_gpus": gpus}
+
+
+def is_gone(node_id: str) -> bool:
+    """Return whether a node has left the cluster, or its raylet or Ray's head accepts no connection."""
+    import ray
+
+    try:
+        knock(ray.get_runtime_context().gcs_address)
+        for node in ray.nodes():
+            if node["NodeID"] == node_id and node["Alive"]:
+                knock(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+                return False
+    except OSError:
+        pass
+    return True
+
+
+def draining_nodes() -> Collection[str]:
+    """Return the ids of nodes that have a notice: Ray will remove them. Ray has no public function for it, and its own
+    library Ray Train calls this one."""
+    import ray
+
+    return set(ray._private.state.state.get_draining_nodes())
 
 
 def cause_of(error: Exception) -> str:
