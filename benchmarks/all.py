@@ -39,6 +39,7 @@ SCRIPTS = [
     "images",
     "clips",
     "order",
+    "planning",
     "duplicates",
     "adapters",
     "embed",
