@@ -62,6 +62,9 @@ class Task(NamedTuple):
     group: int = 0  # equal for adjacent rows with the same prefix; 0 if unknown
     # The row's generations that are already logged, in the order of the log (``storage/steps.py``).
     known: Sequence[Mapping[str, Any]] = ()
+    tokens: float = (
+        1.0  # what the row is expected to cost, to compare rows: 1 + the length of its answer
+    )
 
 
 class Call(NamedTuple):

@@ -176,9 +176,12 @@ class Tasks:
         )
 
     def _task(self, row: Row, group: int) -> Task:
-        self.lengths.begin(row, self._start.renderer.hint)
-        attempt = self._attempts.get(row.index, 0) + 1
-        return Task(row, attempt, group, self.known(row.index))
+        hint = self._start.renderer.hint
+        self.lengths.begin(row, hint)
+        attempt, tokens = self._attempts.get(row.index, 0) + 1, 1.0
+        if self._start.job.workers.count is not None:  # leases are shared by expected tokens
+            tokens += self.lengths.expected(hint(row))
+        return Task(row, attempt, group, self.known(row.index), tokens)
 
     def known(self, index: int) -> Sequence[Mapping[str, Any]]:
         """Return the generations of the row that are in the ledger."""

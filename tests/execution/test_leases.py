@@ -110,6 +110,26 @@ def test_a_slow_worker_gets_fewer_rows_and_keeps_nobody_waiting(row_s: list[floa
     assert played.seconds < 1.15 * ideal_s < halves_s / 2
 
 
+def test_leases_near_the_end_are_shared_by_expected_tokens() -> None:
+    """Of two equal workers, one gets the long row, and the other the short ones."""
+    leases = leases_of(2)
+
+    def given(number: int, waiting: list[Task], left: int | None) -> list[int]:
+        worker = leases.workers[number]
+        worker.capacity = 32
+        return [
+            one.row.index
+            for one in leases.lease(number, left, lambda: waiting.pop(0) if waiting else None)
+        ]
+
+    for number in (0, 1):  # both have answered as much
+        before = [task(100 * number + n) for n in range(1, 9)]
+        leases.workers[number].give_back(given(number, before, None))
+    rows = [task(0)._replace(tokens=10.0), *(task(1000 + n) for n in range(10))]
+    assert given(0, rows, len(rows)) == [0]
+    assert given(1, rows, len(rows)) == [1000 + n for n in range(10)]
+
+
 def test_equal_workers_end_together() -> None:
     played = play(1000, [0.5] * 4)
     assert max(played.rows) - min(played.rows) <= 32

@@ -3,8 +3,8 @@
 A worker holds a row until it returns the row's record. If the worker dies, another worker gets the row. The number of
 rows that a worker holds depends on its engine, so a slow worker gets fewer rows.
 
-- Near the end of the input, each worker gets a share of the remaining rows, in proportion to the rows that it has
-  answered, down to single rows. So all workers end at about the same time.
+- Near the end of the input, each worker gets a share of the tokens that are expected of the remaining rows, in proportion
+  to those of the rows that it has answered, down to single rows. So all workers end at about the same time.
 - Rows with the same prefix go to the same worker, whose engine has the prefix in its cache.
 - Rows that a worker held when it died are suspects. The first worker that holds no other row replays them in halves
   (``bisection.py``). So a row that kills workers is found, and the other rows are answered.
@@ -46,6 +46,7 @@ class Leases:
         self._suspects = Suspects[Task]()
         self._replaying: int | None = None  # the worker that holds suspects, and nothing else
         self._next = deque[Task]()  # to hand out before further rows are read
+        self._n_given, self._tokens_given = 0, 0.0  # rows that were handed out, and their tokens
         self._losses = Counter[int]()  # by row: how many nodes were lost while the row was on them
 
     @property
@@ -132,29 +133,38 @@ class Leases:
     ) -> list[Task]:
         """Return new rows up to the worker's capacity, and further rows with the same prefix as the last one."""
         room = worker.capacity - len(worker.held)
-        n = min(room, MOST_IN_A_LEASE, self._share(worker, left) - len(worker.held))
+        n = min(room, MOST_IN_A_LEASE)
         most = n + MOST_TO_END_A_GROUP if n == room else n
         tasks: list[Task] = []
-        while len(tasks) < n or (tasks and tasks[-1].group and len(tasks) < most):
+        if not self._next and (first := next_task()) is not None:  # it shows what rows cost
+            self._next.append(first)
+            left = None if left is None else left - 1
+        tokens = self._share(worker, left) - worker.tokens_held
+        while tokens > 0 and (len(tasks) < n or (tasks and tasks[-1].group and len(tasks) < most)):
             if (task := self._next.popleft() if self._next else next_task()) is None:
                 break
             if len(tasks) >= n and task.group != tasks[-1].group:
                 self._next.appendleft(task)
                 break
             tasks.append(task)
+            tokens -= task.tokens
+        self._n_given += len(tasks)
+        self._tokens_given += sum(task.tokens for task in tasks)
         return tasks
 
-    def _share(self, worker: RayWorker, left: int | None) -> int:
-        """Return how many rows this worker may hold near the end of the input, in proportion to the rows that it has
-        answered."""
+    def _share(self, worker: RayWorker, left: int | None) -> float:
+        """Return how many expected tokens this worker may hold near the end of the input, in proportion to those of the
+        rows that it has answered."""
         if left is None or not worker.capacity:
-            return worker.capacity
-        answered = sum(one.given_back + 1 for one in self.workers.values() if one.capacity)
-        share = math.ceil((left + self.n_held) * (worker.given_back + 1) / answered)
+            return math.inf
+        workers = [one for one in self.workers.values() if one.capacity]
+        read = sum(task.tokens for task in self._next)
+        mean = self._tokens_given / self._n_given if self._n_given else read or 1.0
+        answered = sum(one.tokens_given_back + mean for one in workers)
+        unfinished = left * mean + read + sum(one.tokens_held for one in self.workers.values())
+        share = unfinished * (worker.tokens_given_back + mean) / answered
         # A new worker may be slow, so start with the number of rows that its engine runs at the same time.
-        if not worker.given_back:
-            share = min(share, worker.capacity // 2)
-        return max(1, share)
+        return share if worker.given_back else min(share, worker.capacity // 2 * mean)
 
 
 @dataclass
@@ -205,6 +215,7 @@ class RayWorker:
     def __init__(self, number: int) -> None:
         self.number = number
         self.capacity = self.given_back = self.rows = self.deaths_in_a_row = 0
+        self.tokens_given_back = 0.0
         self.held: dict[int, Task] = {}
         self.lives: list[Life] = []
         self.is_draining = False
@@ -219,9 +230,14 @@ class RayWorker:
         tasks."""
         tasks = [self.held.pop(index) for index in indices]
         self.given_back += len(tasks)
+        self.tokens_given_back += sum(task.tokens for task in tasks)
         if tasks:
             self.deaths_in_a_row = 0
         return tasks
+
+    @property
+    def tokens_held(self) -> float:
+        return sum(task.tokens for task in self.held.values())
 
     def begin(self, actor: Any, known: Mapping[str, EngineHistory]) -> None:
         histories = {(name, 0): learned._replace(restarts=0) for name, learned in known.items()}
