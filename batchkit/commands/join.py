@@ -21,6 +21,7 @@ from batchkit.execution.run import start_run
 from batchkit.execution.start import StartOptions
 from batchkit.execution.stop import StopRequest
 from batchkit.execution.summary import Outcome
+from batchkit.sources import never
 from batchkit.sources.input import Input, from_job
 from batchkit.sources.reader import Skip
 from batchkit.storage.store.lease import leased, timeout_of
@@ -94,9 +95,13 @@ def _objects(job: JobConfig) -> Objects:
 
 
 def _of_ranges(source: Input, ranges: Ranges) -> Input:
-    """Return ``source`` limited to the rows whose ranges this process has or can take."""
+    """Return ``source`` limited to the rows whose ranges this process has or can take. A look at the first rows
+    (``never`` skip one) takes none."""
 
     def read(skip: Skip) -> Iterator[Row]:
+        if skip is never:
+            yield from source.read(never)
+            return
         yield from source.read(lambda index: not ranges.has(index) or skip(index))
         ranges.end_pass()
 

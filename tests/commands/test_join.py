@@ -89,6 +89,14 @@ def test_machines_share_the_rows(machines: Path) -> None:
         assert any("-none-" not in segment.name for segment in (run / "segments").iterdir())
 
 
+def test_a_machine_takes_ranges_when_it_needs_them(machines: Path) -> None:
+    with join(machine(machines, "slow"), "--set", "run.max_in_flight=1") as process:
+        until(lambda: any((machines / "store").glob("a.joined/*/segments/*-0-*")))
+        taken = [path.name for path in (machines / "store/a.joined/ranges").iterdir()]
+        process.kill()
+    assert len(taken) <= 3  # one is at work, the others are read ahead
+
+
 def test_rows_of_a_machine_that_vanished_are_answered_by_others(machines: Path) -> None:
     first = machine(machines, "first")
     with join(first, *SLOW) as process:
