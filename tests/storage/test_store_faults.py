@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import Popen
@@ -12,6 +13,7 @@ import pytest
 
 from batchkit.storage.log import RESULTS
 from batchkit.storage.store.objects import Objects
+from batchkit.storage.store.ranges import RANGE
 from batchkit.storage.store.seals import Chain
 from tests.support.dry_runs import write_job
 from tests.support.object_servers import ObjectServer, moto_server
@@ -91,6 +93,20 @@ def test_a_store_that_fails_for_a_while(fault: str, machine: Machine) -> None:
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 0, stderr
     machine.check_sealed()
+
+
+def test_a_joined_machine_waits_for_a_store_that_is_gone_for_a_while(machine: Machine) -> None:
+    """It can't take ranges without the store."""
+    rows = [{"id": f"r{n}", "q": f"question {n}"} for n in range(6 * RANGE)]
+    write_jsonl(machine.folder / "in.jsonl", rows)
+    with begin("run", "job.toml", "--join", cwd=machine.folder) as process:
+        until(lambda: len(Objects(f"{machine.store}/a.joined").names("ranges")) >= 2)
+        machine.proxy.rules = [Rule("drop_request")]
+        time.sleep(5)  # longer than a request is tried
+        machine.proxy.rules = ()
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 0, stderr
+    assert machine.n_rows() == len(rows)
 
 
 def test_a_run_says_how_far_the_store_is_behind(machine: Machine) -> None:

@@ -11,8 +11,12 @@ has a run of its own beside them, with a chain of seals.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
+from batchkit.errors import StoreError
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.log import RESULTS
 from batchkit.storage.store.lease import take_over
@@ -21,6 +25,8 @@ from batchkit.storage.store.seals import Chain, contents_of, indexes_in
 
 RANGE = 256  # rows
 _MOST_TRIES = 2  # of a range while its owner lives
+_PATIENCE_S = 60.0  # while the store can't be reached
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -40,7 +46,7 @@ class Ranges:
     - ``timeout_s``: without a sign of life for so long, another process counts as dead.
 
     Raises (every method):
-        StoreError: the store can't be reached.
+        StoreError: the store can't be reached, for a minute except at the start.
     """
 
     def __init__(self, objects: Objects, worker: str, timeout_s: float) -> None:
@@ -61,7 +67,7 @@ class Ranges:
         number = index // RANGE
         self._n_ranges = max(self._n_ranges, number + 1)
         if self._takes and number not in self.mine and number not in self._taken:
-            if self._objects.create(_key(number, 1), self._worker.encode()):
+            if _patiently(lambda: self._objects.create(_key(number, 1), self._worker.encode())):
                 self.mine.add(number)
             self._taken.add(number)
         return number in self.mine and index not in self.elsewhere
@@ -73,7 +79,7 @@ class Ranges:
     def finish(self) -> None:
         """Note that all rows of the ranges of this process have a record in the store."""
         for number in sorted(self.mine):
-            self._objects.put(_done_key(number), self._worker.encode())
+            _patiently(partial(self._objects.put, _done_key(number), self._worker.encode()))
         self._done |= self.mine
         self.mine = set()
 
@@ -84,6 +90,9 @@ class Ranges:
         A range is left if the process that took it died. If none is left, but others still work, this process takes the
         last of their ranges, too, and the first answer counts.
         """
+        return _patiently(self._take_more)
+
+    def _take_more(self) -> bool:
         while True:
             self.look()
             holders = {number: self._holders(number) for number in self._not_done()}
@@ -153,6 +162,19 @@ class Ranges:
             whole, _, rest = (rest + content).rpartition(b"\n")
             settled |= IndexSet(indexes_in(whole))
         return settled
+
+
+def _patiently(call: Callable[[], Result]) -> Result:
+    """Return what ``call`` returns. After a failure of the store, try again for a minute."""
+    deadline = 0.0
+    while True:
+        try:
+            return call()
+        except StoreError:
+            deadline = deadline or time.monotonic() + _PATIENCE_S
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
 
 
 def _key(number: int, tries: int) -> str:
