@@ -49,6 +49,7 @@ SCRIPTS = [
     "steps",
     "plan",
     "restarts",
+    "vanish",
     "workers",
     "sharing",
     "llama_slots",
