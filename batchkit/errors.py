@@ -8,6 +8,7 @@ BatchkitError                  exit code
 │   └── ChangedError           2   the job or its input changed since the run began
 ├── StoreError                 1   the run folder can't be written, read or locked
 │   ├── LostVectorError        1   the vector of a record is missing or damaged
+│   ├── HeldRunError           1   another process writes the run in the store
 │   └── LostLockError          1   the folder's lock was lost; another process may have it
 ├── UploadError                1   an export could not be sent
 ├── EngineError                1   the engine is dead, or never started
@@ -92,6 +93,10 @@ class StoreError(BatchkitError):
 
 class LostVectorError(StoreError):
     """The vector of a record is missing, is damaged, or belongs to another row."""
+
+
+class HeldRunError(StoreError):
+    """Another process writes the run in ``output.store``."""
 
 
 class LostLockError(StoreError):

@@ -15,7 +15,7 @@ from batchkit.commands.merge import merge
 from batchkit.commands.run import run_job
 from batchkit.config.tables import JobConfig
 from batchkit.engines.process.launcher import LOG
-from batchkit.errors import JobError, StoreError
+from batchkit.errors import HeldRunError, JobError
 from batchkit.execution.engine_pool import EnginePool
 from batchkit.execution.run import start_run
 from batchkit.execution.start import StartOptions
@@ -72,7 +72,7 @@ def join(job: JobConfig, say: Say) -> Outcome | None:
                 if not lease.chain.files:
                     _merge(job, mine.name, ranges.workers(), say)
                     upload_all(lease, job.folder)
-        except StoreError as error:
+        except HeldRunError as error:
             say(f"all rows are done; {error}")
             return None
     return run_job(job, say=say)

@@ -13,7 +13,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
 
-from batchkit.errors import StoreError
+from batchkit.errors import HeldRunError, StoreError
 from batchkit.storage.store.objects import Objects
 from batchkit.storage.store.seals import Chain, Owner, Seal, heartbeat_key
 from batchkit.types import utc_now
@@ -88,7 +88,8 @@ def leased(address: str, interval_s: float, say: Callable[[str], None]) -> Itera
 
     Raises:
         JobError: the address can't be used, or the store has no conditional writes.
-        StoreError: another process writes the run, or the store can't be reached.
+        HeldRunError: another process writes the run.
+        StoreError: the store can't be reached.
     """
     objects = Objects(address)
     chain = Chain(objects).catch_up()
@@ -142,7 +143,8 @@ def _claimed(chain: Chain, interval_s: float, say: Callable[[str], None]) -> Lea
     otherwise when it has given no sign of life for its ``timeout_s``, by the clock of this process.
 
     Raises:
-        StoreError: another process writes the run, or the store can't be reached.
+        HeldRunError: another process writes the run.
+        StoreError: the store can't be reached.
     """
     me = _me()
     while True:
@@ -175,7 +177,7 @@ def _await_silence(chain: Chain, last: Seal, say: Callable[[str], None]) -> None
     another seal.
 
     Raises:
-        StoreError: it lives.
+        HeldRunError: it lives.
     """
     say(
         f"{chain.objects.address}: {last.owner} was writing this run; waiting up to {last.timeout_s:.0f} s to see whether it"
@@ -190,7 +192,7 @@ def _await_silence(chain: Chain, last: Seal, say: Callable[[str], None]) -> None
             assert now is not None
             if now.state == "closed":
                 return
-            raise StoreError(
+            raise HeldRunError(
                 f"{chain.objects.address}: {now.owner} is writing this run; wait for it, stop it, or give this job another"
                 " name"
             )
