@@ -19,7 +19,7 @@ from typing import TypeVar
 from batchkit.errors import StoreError
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.log import RESULTS
-from batchkit.storage.store.lease import take_over
+from batchkit.storage.store.lease import BEATS, take_over
 from batchkit.storage.store.objects import Objects
 from batchkit.storage.store.seals import Chain, contents_of, indexes_in
 
@@ -140,14 +140,17 @@ class Ranges:
         more."""
         seen = self._of(worker)
         last = seen.chain.catch_up().last
-        if last is not None and last.state == "closed":
-            return False
         sign = (last, seen.chain.heartbeat())
         if sign != seen.sign:
             seen.sign, seen.since = sign, time.monotonic()
-        if time.monotonic() - seen.since < self._timeout_s:
+        is_closed = last is not None and last.state == "closed"
+        # A process closes its run before it notes that its ranges are done.
+        if time.monotonic() - seen.since < (
+            self._timeout_s / BEATS if is_closed else self._timeout_s
+        ):
             return True
-        take_over(seen.chain)
+        if not is_closed:
+            take_over(seen.chain)
         return False
 
     def _of(self, worker: str) -> _Seen:
