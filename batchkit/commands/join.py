@@ -109,8 +109,8 @@ def _of_ranges(source: Input, ranges: Ranges) -> Input:
 
 
 def _merge(job: JobConfig, mine: str, workers: list[str], say: Say) -> None:
-    """Merge the runs of all ``workers`` into the run folder of ``job``. That of this process is the first, because its
-    paths are those of this machine."""
+    """Merge the runs of all ``workers`` into the run folder of ``job``. The run of this process comes first, because
+    its paths exist on this machine."""
     parts = list[Path]()
     for name in sorted(workers, key=lambda name: name != mine):
         chain = Chain(_objects(job).at(name)).catch_up()

@@ -95,7 +95,7 @@ class PartsThread:
         return end if mirror is None else min(end, mirror.sealed_end(RESULTS))
 
     def _is_in_store(self) -> bool:
-        """Wait until the store, if there is one, has the whole log. Return False if that takes too long."""
+        """Wait until the store has the whole log. Return False if that takes too long. Without a store, return True."""
         if (mirror := self._run.mirror) is not None:
             mirror.offer(self._run.ledger.ends)
         deadline = time.monotonic() + _STORE_S

@@ -65,7 +65,7 @@ class Layout(NamedTuple):
     def of_parts(cls, job: JobConfig) -> Layout:
         """Return the columns of the parts of a run (``parts.py``). They do not depend on the answers, which come later.
 
-        Differences from ``of``: the input's columns are those in the records; scores are those computed with each row;
+        Differences from ``of``: only input columns that the records keep, and scores that are computed with each row;
         vectors are lists of any length; a parsed answer is one column with JSON.
         """
         embedding = VectorType(job.output.vector_dtype, None) if job.may_have_vectors else None

@@ -92,7 +92,7 @@ class PartsFolder:
             return self._write(folder, end)
 
     def finish(self, end: int) -> Written:
-        """Write the rest of the rows, also those without an answer. ``end``: the log's end."""
+        """Write all other rows, including rows without an answer. ``end``: the log's end."""
         with self._opened() as folder:
             written, totals = self._write(folder, end), counts_of(self._run).totals
             if totals.ok + totals.failed == written.rows:

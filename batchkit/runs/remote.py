@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import orjson
 
 from batchkit.config.urls import bare
 from batchkit.errors import JobError
-from batchkit.storage.files import disk_errors, write_atomically
+from batchkit.storage.files import cache_folder, disk_errors, write_atomically
 from batchkit.storage.runfolder import IN_STORE, JOB, is_run
 from batchkit.storage.store.objects import Objects
 from batchkit.storage.store.restore import fetch, relation
@@ -18,15 +17,15 @@ from batchkit.storage.store.seals import Chain
 
 
 def copied(address: str) -> Path:
-    """Return a local copy of the run at ``address``, or of all runs in the folder at ``address``. It is kept in the cache
-    folder of the user, and only what is new is fetched.
+    """Return a local copy of the run at ``address``, or of all runs in the folder at ``address``. It is kept in the user's
+    cache folder, and only new parts are fetched.
 
     Raises:
         JobError: there is no run at this address, or the store can't be used.
         StoreError: the store can't be reached, or the disk fails.
     """
     objects = Objects(address)
-    here = _cache() / hashlib.sha256(objects.address.encode()).hexdigest()[:16]
+    here = cache_folder("stores") / hashlib.sha256(objects.address.encode()).hexdigest()[:16]
     folder = here / objects.address.rpartition("/")[2]
     with disk_errors(here):
         here.mkdir(parents=True, exist_ok=True)
@@ -50,7 +49,8 @@ def copied(address: str) -> Path:
 
 
 def restored(address: str, output: Path) -> Path:
-    """Restore the run at ``address`` into the folder ``output``, if it is not there. Return the path of its job.toml.
+    """Restore the run at ``address`` into the folder ``output``, unless it is there already. Return the path of its
+    job.toml.
 
     Raises:
         JobError, StoreError: as ``copied``.
@@ -69,11 +69,5 @@ def _refresh(chain: Chain, folder: Path) -> None:
     assert chain.last is not None
     owner, is_closed = chain.last.owner, chain.last.state == "closed"
     held = {"pid": owner.pid, "host": owner.host, "since": chain.last.written_at}
-    known = {"address": chain.objects.address, "held_by": None if is_closed else held}
     with disk_errors(folder):
-        write_atomically(folder / IN_STORE, orjson.dumps(known))
-
-
-def _cache() -> Path:
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    return caches / "batchkit" / "stores"
+        write_atomically(folder / IN_STORE, orjson.dumps({"held_by": None if is_closed else held}))

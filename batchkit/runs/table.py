@@ -247,7 +247,7 @@ def _matrices(found: Sequence[Any], vector: pa.DataType) -> pa.Array:
 
 
 def _ends(found: Sequence[Any]) -> pa.Array:
-    """Return the offsets of lists in an Arrow array; null for those that are None."""
+    """Return the offsets of lists in an Arrow array; null for a list that is None."""
     ends = np.cumsum([0, *(0 if one is None else len(one) for one in found)])
     is_null = [*(one is None for one in found), False]
     return pa.array(ends, pa.int32(), mask=np.array(is_null))

@@ -154,6 +154,16 @@ def _is_held(folder: Path) -> bool:
     return False
 
 
+def cache_folder(name: str) -> Path:
+    """Return batchkit's folder ``name`` among the user's caches. It may not exist.
+
+    Raises:
+        RuntimeError: the user has no home folder.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return caches / "batchkit" / name
+
+
 def free_name(path: Path, infix: str) -> Path:
     """Return ``<path><infix><n>`` with the first free n, counting from 1."""
     numbered = (path.with_name(f"{path.name}{infix}{n}") for n in count(1))

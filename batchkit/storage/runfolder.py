@@ -23,9 +23,7 @@ JOB = "job.toml"
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 LOG = "run.log"
-IN_STORE = (
-    ".store.json"  # only in a copy of a run that is in a store: its address, and who holds it
-)
+IN_STORE = ".store.json"  # only in a copy of a run that is in a store: who holds it there
 _HOLDER = ".holder.json"
 # Errors that another try would not remove.
 _REFUSED = (EACCES, EPERM, EROFS, EEXIST, ENOENT, ENOTDIR, ENAMETOOLONG, ELOOP)

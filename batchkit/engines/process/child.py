@@ -41,7 +41,7 @@ from batchkit.engines.process.channel import (
 from batchkit.engines.process.launcher import SCRATCH
 from batchkit.engines.registry import load_engine, preload_engine
 from batchkit.errors import JobError
-from batchkit.storage.files import OWNER
+from batchkit.storage.files import OWNER, cache_folder
 from batchkit.types import Request, Row
 
 HEARTBEAT_S = 0.5
@@ -66,8 +66,7 @@ def prepare(kind: str) -> None:
 def _keep_compiled_code() -> None:
     """Keep torch's compiled code in a cache folder instead of torch's default, the temporary folder."""
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-        place = caches / "batchkit" / "torchinductor"
+        place = cache_folder("torchinductor")
         place.mkdir(parents=True, exist_ok=True)
         if os.access(place, os.W_OK):
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))

@@ -3,8 +3,8 @@
 A worker holds a row until it returns the row's record. If the worker dies, another worker gets the row. The number of
 rows that a worker holds depends on its engine, so a slow worker gets fewer rows.
 
-- Near the end of the input, each worker gets a share of the tokens that are expected of the remaining rows, in proportion
-  to those of the rows that it has answered, down to single rows. So all workers end at about the same time.
+- Near the end of the input, the expected tokens of the remaining rows are divided among the workers, in proportion to the
+  tokens that each has answered, down to single rows. So all workers end at about the same time.
 - Rows with the same prefix go to the same worker, whose engine has the prefix in its cache.
 - Rows that a worker held when it died are suspects. The first worker that holds no other row replays them in halves
   (``bisection.py``). So a row that kills workers is found, and the other rows are answered.
@@ -153,8 +153,8 @@ class Leases:
         return tasks
 
     def _share(self, worker: RayWorker, left: int | None) -> float:
-        """Return how many expected tokens this worker may hold near the end of the input, in proportion to those of the
-        rows that it has answered."""
+        """Return how many expected tokens this worker may hold near the end of the input, in proportion to the
+        expected tokens of the rows that it has answered."""
         if left is None or not worker.capacity:
             return math.inf
         workers = [one for one in self.workers.values() if one.capacity]

@@ -229,8 +229,8 @@ class RayPool:
                 return ready[0]
 
     def _resize(self) -> None:
-        """With ``workers.count = "auto"``: start or remove workers that wait for resources, so that as many wait as the
-        run can use."""
+        """With ``workers.count = "auto"``: start or remove workers that wait for resources, until their number is
+        ``_n_wanted``."""
         import ray
 
         if not self._is_auto or time.monotonic() < self._next_resize:

@@ -44,16 +44,16 @@ class _Added(NamedTuple):
 
 
 class Mirror:
-    """Uploads what is added to the run folder, in a thread of its own: each ``interval_s``, and in ``close``.
+    """Uploads the new bytes of the run folder in a separate thread: each ``interval_s``, and in ``close``.
 
-    The loop calls ``offer`` when ``is_due``. Only ``close`` waits for the store. What the store has is read from the
-    lease's chain, so a seal whose reply was lost counts once it is seen there.
+    The loop calls ``offer`` when ``is_due``. Only ``close`` waits for the store. The lease's chain tells which bytes the
+    store has, so a seal whose reply was lost counts once it is found there.
     """
 
     def __init__(self, lease: Lease, folder: Path, interval_s: float) -> None:
         self._lease, self._chain, self._folder = lease, lease.chain, folder
         self._interval_s = interval_s
-        # By file, of which the store has the beginning: the local file's inode number.
+        # The inode numbers of local files that begin with the bytes in the store.
         self._inodes = {file: inode for file in self._chain.files if (inode := self._inode(file))}
         self._sealed: Mapping[str, int] = {}  # the newest ``ends`` that the store has
         self._offers = SimpleQueue[tuple[Mapping[str, int], bool]]()
@@ -80,8 +80,8 @@ class Mirror:
         return 0 if self._lease.lost else self._sealed.get(file, 0)
 
     def message(self) -> str:
-        """Return a line if the store has been behind for several intervals; "" if it is not, or if that was said a
-        moment ago."""
+        """Return a line if the store has been behind for several intervals; "" if it is not, or if a line
+        was returned in the last minute."""
         now, trouble = time.monotonic(), self._trouble
         behind_s = now - self._sealed_at
         if not trouble or behind_s < 3 * self._interval_s or now - self._said_at < _SAY_S:
@@ -106,7 +106,7 @@ class Mirror:
             )
 
     def _inode(self, file: str) -> int:
-        """Return the inode number of a local file that begins with what the store has of it; otherwise 0."""
+        """Return the inode number of a local file; 0 if its beginning differs from the file in the store."""
         path, known = self._folder / file, self._chain.checksum(file)
         if not path.is_file() or local_checksum(path, known.end) != known:
             return 0
@@ -133,7 +133,7 @@ class Mirror:
         self._is_complete = True
 
     def _is_uploaded(self, ends: Mapping[str, int], is_last: bool) -> bool:
-        """Upload everything before ``ends``, in as many seals as it takes. Return False if that failed."""
+        """Upload everything before ``ends``, in one or more seals. Return False if that failed."""
         try:
             while self._lease.is_held():
                 added = [*self._added(ends)]

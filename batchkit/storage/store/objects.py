@@ -138,7 +138,7 @@ class Objects:
             yield
         except StoreError:
             raise
-        except Exception as error:  # obstore's errors have no common base with those of the OS
+        except Exception as error:  # obstore's errors have no common base
             place = f"{bare(self.address)}/{key}".rstrip("/")
             raise StoreError(f"{place}: {reason_of(error)}") from error
 

@@ -4,8 +4,8 @@
     ranges/00000012-02    who has taken them again, because the first one died, or was the last that worked
     done/00000012         all rows of range 12 have a record in the store
 
-Each is created only if it does not exist, so that two processes never take the same range at the same time. Each process
-has a run of its own beside them, with a chain of seals.
+Each is created only if it does not exist, so that two processes never take the same range at the same time. Beside them, each
+process has a separate run with a chain of seals.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Ranges:
 
     - ``mine``: the ranges that this process has taken and not finished. Ranges are taken until ``end_pass``.
     - ``elsewhere``: rows in them that another process has answered.
-    - ``timeout_s``: without a sign of life for so long, another process counts as dead.
+    - ``timeout_s``: after these seconds without a sign of life, another process counts as dead.
 
     Raises (every method):
         StoreError: the store can't be reached, for a minute except at the start.

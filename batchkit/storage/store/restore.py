@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
@@ -56,8 +55,8 @@ def local_checksum(path: Path, end: int | None = None) -> Checksum:
         return Checksum().extended(path, size if end is None else min(size, end))
 
 
-def fetch(chain: Chain, folder: Path, is_wanted: Callable[[str], bool] = lambda file: True) -> int:
-    """Copy files of the run into ``folder``. A file that is there already is only extended. Return the bytes copied.
+def fetch(chain: Chain, folder: Path) -> int:
+    """Copy the files of the run into ``folder``. A file that is there already is only extended. Return the bytes copied.
 
     Raises:
         StoreError: the store can't be reached, a segment is damaged, or the disk fails.
@@ -65,8 +64,8 @@ def fetch(chain: Chain, folder: Path, is_wanted: Callable[[str], bool] = lambda 
     pieces = list[Piece]()
     with ExitStack() as held:
         files = dict[str, _Growing]()
-        for file in filter(is_wanted, chain.files):
-            files[file] = growing = _Growing(folder / file, chain.files[file])
+        for file, its in chain.files.items():
+            files[file] = growing = _Growing(folder / file, its)
             held.callback(growing.close)
             pieces += growing.left
         # The parts of a segment follow each other, in the order in which they were added.
