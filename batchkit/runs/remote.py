@@ -10,10 +10,13 @@ import orjson
 from batchkit.config.urls import bare
 from batchkit.errors import JobError
 from batchkit.storage.files import cache_folder, disk_errors, write_atomically
+from batchkit.storage.log import STEPS
 from batchkit.storage.runfolder import IN_STORE, JOB, is_run
+from batchkit.storage.score_store import SCORES
 from batchkit.storage.store.objects import Objects
 from batchkit.storage.store.restore import fetch, relation
 from batchkit.storage.store.seals import Chain
+from batchkit.storage.vectors import segments_of
 
 
 def copied(address: str) -> Path:
@@ -70,4 +73,9 @@ def _refresh(chain: Chain, folder: Path) -> None:
     owner, is_closed = chain.last.owner, chain.last.state == "closed"
     held = {"pid": owner.pid, "host": owner.host, "since": chain.last.written_at}
     with disk_errors(folder):
+        for path in (folder / STEPS, folder / SCORES, *segments_of(folder).values()):
+            if (
+                str(path.relative_to(folder)) not in chain.files
+            ):  # of an earlier run at this address
+                path.unlink(missing_ok=True)
         write_atomically(folder / IN_STORE, orjson.dumps({"held_by": None if is_closed else held}))

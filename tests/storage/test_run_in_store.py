@@ -123,6 +123,18 @@ def test_a_copy_of_a_run_that_was_removed_is_not_shown(place: Path, tmp_path: Pa
     assert in_process("status", address, "--json").json["ok"] == 7
 
 
+def test_a_copy_loses_the_files_that_a_new_run_does_not_have(place: Path, tmp_path: Path) -> None:
+    steps = [{"name": "one", "prompt": {"user": "{{ q }}"}}]
+    job_in(tmp_path, steps=steps, prompt=None)
+    half(tmp_path)
+    address = f"{store_of(tmp_path)}/a"
+    assert in_process("verify", address, "--json").json["generations"] == N_ROWS // 2
+    job_in(tmp_path)
+    assert in_process("run", "job.toml", "--fresh", "--limit", "7").exit_code == 0
+    found = in_process("verify", address, "--json").json
+    assert (found["ok"], found["generations"]) == (7, 0)
+
+
 def test_a_kill_loses_at_most_what_was_not_uploaded(place: Path, tmp_path: Path) -> None:
     slow = ["--set", "run.max_in_flight=2"]
     with begin("run", "job.toml", *slow, cwd=place) as process:
