@@ -64,7 +64,13 @@ def test_every_key_is_described_on_the_page() -> None:
             assert f"| `{key}` |" in page
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *HOW_TO,
+]
 
 
 def blocks(kind: str) -> list[tuple[str, str]]:
@@ -118,6 +124,12 @@ def test_job_files_in_the_docs_are_jobs(page: str, text: str) -> None:
 @pytest.mark.parametrize(("page", "text"), blocks("python"))
 def test_programs_in_the_docs_are_python(page: str, text: str) -> None:
     compile(text, page, "exec")
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
+def test_a_how_to_page_fits_on_a_screen_and_has_a_test_that_runs_it(page: Path) -> None:
+    assert len(page.read_text("utf-8").splitlines()) <= 60
+    assert (ROOT / "tests" / "how_to" / f"test_{page.stem.replace('-', '_')}.py").exists()
 
 
 def test_links_lead_to_files() -> None:
