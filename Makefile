@@ -1,7 +1,7 @@
 # Everything from an empty clone: make quickstart. PYTHON and BUILD: see scripts/setup.sh.
 export PYTHON BUILD
 
-.PHONY: setup llama-server real-models quickstart test test-quick test-release test-real check bench docs dist clean
+.PHONY: setup llama-server real-models quickstart test test-quick test-release test-real check bench docs dist sbom clean
 
 setup:
 	@scripts/setup.sh
@@ -52,6 +52,10 @@ docs:
 dist: setup
 	rm -rf dist
 	REPOSITORY=$(REPOSITORY) .venv/bin/hatchling build -d dist
+
+# The packages of .venv with their versions and licences, in dist/.
+sbom: setup
+	@scripts/sbom.sh
 
 clean:
 	rm -rf .venv .venv-docs node_modules site .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -6,14 +6,16 @@ TYPE_CHECKING = False  # not imported from typing: that import takes longer than
 if TYPE_CHECKING:
     from typing import Any
 
+    from batchkit.config.loading import load_job as load_job
     from batchkit.config.tables import JobConfig as JobConfig
     from batchkit.execution.processor import ProductionBatchProcessor as ProductionBatchProcessor
     from batchkit.execution.summary import Outcome as Outcome
     from batchkit.execution.summary import RunSummary as RunSummary
     from batchkit.runs.run import Run as Run
 
-__version__ = "0.1.0"
-__all__ = ["JobConfig", "Outcome", "ProductionBatchProcessor", "Run", "RunSummary"]
+    __version__: str
+
+__all__ = ["JobConfig", "Outcome", "ProductionBatchProcessor", "Run", "RunSummary", "load_job"]
 
 _HOMES = {
     "JobConfig": "batchkit.config.tables",
@@ -21,11 +23,16 @@ _HOMES = {
     "ProductionBatchProcessor": "batchkit.execution.processor",
     "Run": "batchkit.runs.run",
     "RunSummary": "batchkit.execution.summary",
+    "load_job": "batchkit.config.loading",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that ``import batchkit`` is fast."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("batchkit-vllm")
     if name not in _HOMES:
         raise AttributeError(f"module 'batchkit' has no attribute {name!r}")
     from importlib import import_module

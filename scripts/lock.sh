@@ -18,7 +18,7 @@ compile() {
 
 lock_cpu() {
     "$scratch/venv/bin/pip" install --quiet --dry-run --ignore-installed \
-        --report "$scratch/report.json" '.[cpu,charts,excel,media,speech,overlap,pdf,ray,store,dev]' hatchling editables six
+        --report "$scratch/report.json" '.[cpu,charts,excel,media,speech,overlap,pdf,ray,store,dev]' hatchling hatch-vcs editables six
     "$scratch/venv/bin/python" - "$scratch/report.json" "$scratch/venv/bin/uv" <<'PYTHON'
 import json, re, subprocess, sys
 
@@ -64,7 +64,7 @@ lock_cuda() {
     echo "# The environment for NVIDIA GPUs, every package pinned: vllm, batchkit's dependencies, the tools."
     echo "# Written by scripts/lock.sh (uv's resolver, Python 3.11, Linux x86-64, pyproject.toml's extras"
     echo "# vllm, charts, excel, media, speech, overlap, pdf, ray, store and dev, and what builds batchkit). scripts/setup.sh installs it."
-    printf '%s\n' hatchling editables six > "$scratch/tools.in"
+    printf '%s\n' hatchling hatch-vcs editables six > "$scratch/tools.in"
     compile --python-platform x86_64-manylinux_2_28 \
         --extra vllm --extra charts --extra excel --extra media --extra speech --extra overlap --extra pdf --extra ray --extra store --extra dev \
         pyproject.toml "$scratch/tools.in"

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import click
+import make_api_doc as api
 import make_job_file_doc as script
 import pytest
 
@@ -22,11 +23,18 @@ from batchkit.config.tables import JobConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "job-file.md"
+API = ROOT / "docs" / "api.txt"
 
 
 def test_job_file_page_is_what_the_script_makes_of_the_models() -> None:
     assert PAGE.read_text(encoding="utf-8") == script.document(), (
         f"run {sys.executable} scripts/make_job_file_doc.py and commit docs/job-file.md"
+    )
+
+
+def test_api_txt_is_what_the_script_makes_of_the_code() -> None:
+    assert API.read_text(encoding="utf-8") == api.document(), (
+        f"the public interface changed: run {sys.executable} scripts/make_api_doc.py, and read docs/releases.md"
     )
 
 
@@ -68,6 +76,7 @@ HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *HOW_TO,
 ]
@@ -103,7 +112,7 @@ def commands() -> list[tuple[str, str]]:
 def test_commands_in_the_docs_can_be_typed(page: str, command: str) -> None:
     job = re.sub(r"\$S\b", "job.toml", command)
     _, *args = shlex.split(re.sub(r"\$[A-Z]\b", "", job), comments=True)
-    if args == ["--help"]:
+    if args in (["--help"], ["--version"]):
         return
     context = click.Context(cli, **cli.context_settings)
     name, found, rest = cli.resolve_command(context, args)

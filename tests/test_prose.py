@@ -19,7 +19,7 @@ from batchkit.cli import cli
 from tests.support.paths import ROOT
 
 SOURCES = sorted((ROOT / "batchkit").rglob("*.py"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 HEADLESS = re.compile(r"(Of|Those|That of|As|Else|Its|Whose)\b")
 IDIOMS = re.compile(
     r"\b(paid for|goes on|so many|nobody|whoever|none if|come by|by now|at the rest|wants to be"

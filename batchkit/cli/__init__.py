@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 import batchkit.cli.options as options
-from batchkit import __version__
 from batchkit.cli.frame import Cli, Result, echo, say, say_summary, show
 from batchkit.cli.options import (
     COUNT,
@@ -44,7 +43,7 @@ _TEMPLATES: dict[str, Any] = {"metavar": "TEMPLATE", "multiple": True}
 
 
 @click.group(cls=Cli, context_settings=options.CONTEXT)
-@click.version_option(__version__, prog_name="batchkit")
+@click.version_option(package_name="batchkit-vllm", prog_name="batchkit")
 def cli() -> None:
     """Run offline batch inference on vLLM without losing a finished row.
 

@@ -47,7 +47,7 @@ _REMEDIES = {  # by the start of tomllib's message
 
 
 def load_job(
-    path: Path,
+    path: str | Path,
     overrides: Sequence[str] = (),
     given: Mapping[str, Any] = MappingProxyType({}),
     *,
@@ -62,6 +62,7 @@ def load_job(
     Raises:
         JobError: The file is unreadable or not TOML, or keys are wrong. One message lists all problems.
     """
+    path = Path(path)
     table = {**if_missing, **job_table(path)}
     table.pop(VARIANT, None)
     job = make_job(table, str(path), overrides, with_input_found(given), base=path.parent)

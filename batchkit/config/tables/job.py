@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import (
     Field,
@@ -60,6 +60,10 @@ class JobConfig(Table):
             sampling={"temperature": 0.0, "max_tokens": 8},
         )
     """
+
+    if TYPE_CHECKING:  # tables are given as dicts
+
+        def __init__(self, **tables: Any) -> None: ...
 
     name: Free[str] = Field("batch", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the job and of its run folder."""
