@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -111,7 +111,7 @@ class SelfCheck(EngineLayer):
         self._due = deque[Completion]()  # answers to compute again in this pause
         self._asked: _Alone | None = None  # in flight, alone
         self._pause: _Pause | None = None  # the newest
-        self._spent_s = 0.0
+        self._spent_s = 0.0  # by earlier pauses
         self._compared: list[tuple[Completion, Verdict]] = []
         self._n_reported = 0  # of ``_compared``
 
@@ -139,6 +139,9 @@ class SelfCheck(EngineLayer):
 
     def poll(self, timeout_s: float) -> Sequence[Completion]:
         done = self.below.poll(timeout_s)
+        if self._pause is not None and self.is_busy:
+            used = 0 if self._asked is not None else self.below.unanswered + len(done)
+            self._pause.note(used)
         if self._asked is not None:
             for completion in done:
                 self._judge(self._asked, completion)
@@ -180,7 +183,7 @@ class SelfCheck(EngineLayer):
             n_rows = min(n_rows, self._pace.rows_within(budget_s - drain_s))
         if n_rows <= 0:
             return
-        self._pause = _Pause(time.monotonic(), budget_s)
+        self._pause = _Pause(budget_s, self.below.load.running)
         self._pace.set_limit((budget_s - drain_s) / n_rows)
         self._due.extend(self._drawn.take(n_rows))
         if self._due:
@@ -189,7 +192,7 @@ class SelfCheck(EngineLayer):
     def _ask(self) -> None:
         """Submit the next drawn request, or end the pause if its time is used up."""
         pause = self._pause
-        if pause and self._compared and time.monotonic() - pause.began > pause.budget_s:
+        if pause and self._compared and pause.lost_s > pause.budget_s:
             self._due.clear()
             self._conclude()
             return
@@ -233,13 +236,14 @@ class SelfCheck(EngineLayer):
 
     def _conclude(self) -> None:
         assert self._pause is not None
-        now = time.monotonic()
-        pause_s = now - self._pause.began
-        self._pause = self._pause._replace(began=now)  # a pause that is stopped may end twice
-        self._spent_s += pause_s
+        lost_s, self._pause.lost_s = (
+            self._pause.lost_s,
+            0.0,
+        )  # a pause that is stopped may end twice
+        self._spent_s += lost_s
         new = self._compared[self._n_reported :]
         self._n_reported = len(self._compared)
-        self._hear(SelfChecked([_finding(*one) for one in new], pause_s))
+        self._hear(SelfChecked([_finding(*one) for one in new], lost_s))
         different = [one for one in self._compared if one[1].kind == "different"]
         if self._job.self_check.is_exceeded(len(different), len(self._compared)):
             raise WrongAnswersError(self._message(different))
@@ -257,11 +261,25 @@ class SelfCheck(EngineLayer):
         )
 
 
-class _Pause(NamedTuple):
-    """A pause. ``began``: by the monotonic clock."""
+class _Pause:
+    """A pause, and the engine's time that it takes from the run, ``lost_s``.
 
-    began: float
-    budget_s: float
+    Until the run's requests have come back, only the part of the engine that they no longer use is lost.
+
+    - ``budget_s``: limit for ``lost_s``.
+    - ``n_running``: the requests that the engine computed at once before the pause.
+    """
+
+    def __init__(self, budget_s: float, n_running: int) -> None:
+        self.budget_s, self._n_running = budget_s, max(1, n_running)
+        self._noted = time.monotonic()
+        self.lost_s = 0.0
+
+    def note(self, n_used: int) -> None:
+        """Add the time since the last call, in which the engine computed ``n_used`` requests of the run."""
+        now = time.monotonic()
+        self.lost_s += (now - self._noted) * (1 - min(1.0, n_used / self._n_running))
+        self._noted = now
 
 
 class Drawn:

@@ -72,7 +72,7 @@ class WorkerState(_Part):
 
 class Checked(_Part):
     """The rows that a start has computed again alone (``[self_check]``), how their answers compare, and how many seconds
-    this took.
+    of the engine's time this took (``_Pause`` in ``execution/self_check.py``).
 
     ``differences``: the rows that are not equal, with the fields of ``Verdict`` (``runs/verdicts.py``); the first twenty.
     """
