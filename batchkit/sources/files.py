@@ -32,16 +32,19 @@ NOT_TEXT = {  # first bytes of files that no text format can read
 
 @contextmanager
 def open_input(
-    path: str, *, text: bool = True, may_be_empty: bool = False
+    path: str, *, text: bool = True, may_be_empty: bool = False, in_order: bool = True
 ) -> Iterator[io.BufferedReader[Any]]:
     """Open ``path`` for reading bytes, decompressed. With ``text``, a UTF-8 byte order mark is skipped.
+
+    ``in_order``: False if only parts of the file are read. A store is then asked for these parts alone, and nothing is
+    read ahead.
 
     Raises:
         InputError: the file is missing, not a regular file (a pipe, a device), unreadable now or while it is being
             read, empty, or, with ``text``, in an encoding or format that is not UTF-8.
     """
     try:
-        with _open(path, text=text) as file:
+        with _open(path, text=text, in_order=in_order) as file:
             if text:
                 _begin_text(path, file)
             if not may_be_empty and not file.peek(1):
@@ -68,14 +71,14 @@ def name_of(path: str) -> str:
 
 
 @contextmanager
-def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
+def _open(path: str, *, text: bool, in_order: bool) -> Iterator[io.BufferedReader[Any]]:
     if "://" not in path and not path.endswith(COMPRESSIONS):
         with io.BufferedReader(open_regular(path), BLOCK_BYTES) as file:
             yield file
         return
     with ExitStack() as stack:
         try:
-            foreign = _through_fsspec(path, stack, text=text)
+            foreign = _through_fsspec(path, stack, text=text, in_order=in_order)
         except (IsADirectoryError, InputError):  # open_input handles these
             raise
         except Exception as error:  # each filesystem raises its vendor's own types
@@ -85,7 +88,7 @@ def _open(path: str, *, text: bool) -> Iterator[io.BufferedReader[Any]]:
         yield stack.enter_context(io.BufferedReader(_Foreign(foreign), BLOCK_BYTES))
 
 
-def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
+def _through_fsspec(path: str, stack: ExitStack, *, text: bool, in_order: bool) -> Any:
     """Open a URL, or a compressed local file (with a suffix in ``COMPRESSIONS``).
 
     fsspec is not used for local files, because it would wait for a pipe. It is not asked to decompress, because it
@@ -94,7 +97,14 @@ def _through_fsspec(path: str, stack: ExitStack, *, text: bool) -> Any:
     """
     import fsspec
 
-    opened: Any = fsspec.open(path, "rb") if "://" in path else open_regular(path)
+    opened: Any
+    if "://" not in path:
+        opened = open_regular(path)
+    elif in_order:
+        opened = fsspec.open(path, "rb")
+    else:
+        filesystem, name = fsspec.core.url_to_fs(path)
+        opened = filesystem.open(name, "rb", cache_type="none")
     packed = stack.enter_context(opened)
     if isinstance(packed, io.BytesIO):  # memory:// returns the same object to each caller
         packed = io.BytesIO(packed.getvalue())

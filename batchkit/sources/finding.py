@@ -18,6 +18,7 @@ from batchkit.config.tables import InputTable
 from batchkit.errors import InputError
 from batchkit.sources.files import is_folder, name_of, remote_error
 from batchkit.sources.formats import ROWS_ARE_FILES, format_with, load_format, suffix_of
+from batchkit.sources.hub_dataset import is_whole_dataset, one_split
 
 _NAMES = {"files": "image", "clips": "clip", "pdf": "PDF"}
 _List = Callable[[str], Iterable[dict[str, Any]]]
@@ -57,6 +58,8 @@ def listing(table: InputTable) -> Listing:
         raise InputError(
             f"{path}: {cache[0]} may keep an old copy of a file; remove {cache[0]} from input.path"
         )
+    if is_whole_dataset(path) and table.format in ("auto", "parquet"):
+        return Listing(one_split(path, _remote(f"{path.rstrip('/')}/**/*.parquet", False).files))
     is_in_folder = _is_folder(path, table)
     found = _remote(path, is_in_folder) if "://" in path else _local(path, is_in_folder)
     kind = _kind(path, table, found.files, is_in_folder)

@@ -26,7 +26,7 @@ _NOT_PYTHON = (ValueError, OverflowError, pa.ArrowException)
 def read(path: str, table: InputTable, skip: Skip, index: int) -> Iterator[Found]:
     """Yield the rows of a Parquet file (see ``Reader``). A row group whose rows are all skipped is not read."""
     first = index
-    with open_input(path, text=False) as file:
+    with open_input(path, text=False, in_order=False) as file:
         parquet = _open(path, file)
         try:
             for group in range(parquet.num_row_groups):
