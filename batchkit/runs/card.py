@@ -1,4 +1,4 @@
-"""The card of a dataset on the Hugging Face hub that gets parts of a run: a README.md with the job and the progress."""
+"""The card of a dataset on the Hugging Face hub that gets a run's answers: a README.md with the job and the progress."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from pathlib import Path
 
 from batchkit.runs.status import counts_of
 from batchkit.storage.job_toml import job_of_run, toml_of
+from batchkit.storage.remote import OutputFolder
 from batchkit.storage.starts import read_history
 from batchkit.types import utc_now
 
 CARD = "README.md"
-_MARK = "<!-- batchkit writes this file again with each part. Remove this line to keep your own text. -->"
+_MARK = "<!-- batchkit writes this file again with each part or export. Remove this line to keep your own text. -->"
 
 
-def is_own_card(content: bytes) -> bool:
-    """Return True if batchkit wrote this card and may replace it."""
-    return _MARK.encode() in content
+def write_card(dataset: OutputFolder, run: Path, files: Mapping[str, str]) -> None:
+    """Write the card of the run in the folder ``run``, unless the dataset has a card that batchkit did not write.
 
-
-def card_of(run: Path, files: Mapping[str, str]) -> str:
-    """Return the card of the run in the folder ``run``. ``files``: patterns of data files by the name of their split."""
-    return "\n".join(_lines(run, files)) + "\n"
+    ``files``: patterns of data files by the name of their split. Raises the exceptions of the hub's library.
+    """
+    if CARD in dataset.names():
+        with dataset.open(CARD) as file:
+            if _MARK.encode() not in file.read():
+                return
+    with dataset.writing(CARD) as path:
+        path.write_text("\n".join(_lines(run, files)) + "\n", encoding="utf-8")
 
 
 def _lines(run: Path, files: Mapping[str, str]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from msgspec.structs import asdict
 from batchkit.config.export_target import HUB
 from batchkit.config.urls import bare
 from batchkit.errors import JobError
-from batchkit.runs.card import CARD, card_of, is_own_card
+from batchkit.runs.card import write_card
 from batchkit.runs.layout import Layout
 from batchkit.runs.status import counts_of
 from batchkit.storage.job_toml import job_of_run
@@ -208,19 +208,14 @@ class PartsFolder:
         return write_tables(path, self._layout, tables, about)
 
     def _write_card(self, folder: OutputFolder) -> None:
-        """Write the card of a dataset on the hub, unless it has one that batchkit did not write. Other folders have only
-        Parquet files, because readers of a whole folder expect that."""
+        """Write the card of a dataset on the hub. Other folders have only Parquet files, because readers of a whole folder
+        expect that."""
         if not self._place.startswith(HUB):
             return
         names = folder.names()
-        if CARD in names:
-            with folder.open(CARD) as file:
-                if not is_own_card(file.read()):
-                    return
         files = {"train": "part-*.parquet"} if _name(0) in names else {}
         files |= {"failed": FAILED} if FAILED in names else {}
-        with folder.writing(CARD) as path:
-            path.write_text(card_of(self._run, files), encoding="utf-8")
+        write_card(folder, self._run, files)
 
 
 def _name(number: int) -> str:

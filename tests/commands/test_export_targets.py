@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import RUN, run, write_job, write_rows
-from tests.support.hub_server import hub
+from tests.support.hub_server import HubServer, hub
 from tests.support.own_process import batchkit as in_a_process
 
 BUCKET = "memory://bucket/answers"
@@ -108,11 +108,10 @@ def test_a_dataset_on_the_hub_gets_the_files() -> None:
     batchkit("export", str(RUN), "a.parquet", "a.jsonl").ok()
     addresses = ["hf://datasets/me/answers", "hf://datasets/me/answers/more/a.jsonl"]
     with hub() as server:
-        environment = {"HF_ENDPOINT": server.url, "HF_TOKEN": server.token, "HF_HOME": "hf"}
-        environment["HF_HUB_DISABLE_XET"] = "1"
-        args = ("export", RUN, *addresses)
-        ended = in_a_process(*args, cwd=Path.cwd(), **environment)
-    assert ended.returncode == 0, ended.stderr
+        send(server, *addresses)
+    card = server.files.pop("README.md").decode()
+    assert "3 ok, 0 failed of 3 rows" in card
+    assert 'path: "data/a.parquet"' in card
     assert {one["name"]: (one["type"], one["visibility"]) for one in server.created} == {
         "answers": ("dataset", "private")
     }
@@ -120,6 +119,26 @@ def test_a_dataset_on_the_hub_gets_the_files() -> None:
         "data/a.parquet": Path("a.parquet").read_bytes(),
         "more/a.jsonl": Path("a.jsonl").read_bytes(),
     }
+
+
+def send(server: HubServer, *addresses: str) -> None:
+    environment = {"HF_ENDPOINT": server.url, "HF_TOKEN": server.token, "HF_HOME": "hf"}
+    environment["HF_HUB_DISABLE_XET"] = "1"
+    ended = in_a_process("export", RUN, *addresses, cwd=Path.cwd(), **environment)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("text", ["# Mine", None])
+def test_only_a_card_that_batchkit_wrote_is_written_again(text: str | None) -> None:
+    with hub() as server:
+        send(server, "hf://datasets/me/answers")
+        if text is not None:
+            server.files["README.md"] = text.encode()
+        write_rows(4)
+        run("--on-change", "requeue").ok()
+        send(server, "hf://datasets/me/answers")
+    card = server.files["README.md"].decode()
+    assert (card == text) if text is not None else ("4 ok, 0 failed of 4 rows" in card)
 
 
 def test_an_export_that_can_t_be_written_stops_no_other_export() -> None:

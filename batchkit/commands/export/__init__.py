@@ -25,9 +25,10 @@ from batchkit.commands.export.outputs import (
     is_foreign,
     refuse_own_file,
 )
-from batchkit.config.export_target import Target
+from batchkit.config.export_target import Target, is_dataset
 from batchkit.config.tables import FOR_VECTORS, OF_TOKENS
 from batchkit.errors import JobError
+from batchkit.runs.card import write_card
 from batchkit.runs.inputs import InputColumns
 from batchkit.runs.layout import EMBEDDING, Layout, vector_type
 from batchkit.runs.status import status
@@ -37,7 +38,13 @@ from batchkit.storage.checkpoint import check_log
 from batchkit.storage.files import disk_errors
 from batchkit.storage.job_toml import job_of_run
 from batchkit.storage.log import RESULTS
-from batchkit.storage.remote import check_address, file_address, sending
+from batchkit.storage.remote import (
+    OutputFolder,
+    check_address,
+    file_address,
+    sending,
+    upload_errors,
+)
 from batchkit.storage.score_store import read_scored
 from batchkit.storage.vectors import Vectors, VectorType
 
@@ -149,7 +156,13 @@ def export(
     parent = address.rpartition("/")[0]
     with sending(address) as (path, shown):
         files = write(path, shown(say), shown(lacks or say)).items()
-        return [exported(file, n, f"{parent}/{file.relative_to(path.parent)}") for file, n in files]
+        sent = [exported(file, n, f"{parent}/{file.relative_to(path.parent)}") for file, n in files]
+    if is_dataset(target.place) and target.format == "parquet":
+        dataset = target.place.rstrip("/")
+        with upload_errors(dataset, "correct this and run `batchkit export` again"):
+            split = {"train": address.removeprefix(f"{dataset}/")}
+            write_card(OutputFolder(dataset), folder, split)
+    return sent
 
 
 def _check_suffix(path: Path, format_name: str, usual: str) -> None:
