@@ -11,6 +11,7 @@ from batchkit.config.loading import make_job
 from batchkit.config.tables import JobConfig
 from batchkit.sources import read_rows
 from batchkit.sources.files import COMPRESSIONS, name_of
+from batchkit.sources.rowhash import has_bytes
 
 _MAGIC = re.compile(r"[*?\[]")  # characters of a glob
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
@@ -22,7 +23,8 @@ def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job
     Its name is derived from the input and the model, so that the same command resumes the same run:
     ``reviews-Qwen3-4B`` for ``data/reviews.csv`` and ``Qwen/Qwen3-4B``. Images are looked up in the working
     directory, or in the input's folder if the input is outside it. If the rows have a field ``id``, it becomes
-    ``input.id``.
+    ``input.id``. An export does not read an input at an address again, so the columns of its first row become
+    ``output.keep``.
 
     Raises:
         JobError: A key is wrong, or a file is missing (see ``make_job``).
@@ -32,11 +34,16 @@ def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job
     media = {} if "://" in path else {"root": _media_root(path)}
     table = {"name": run_name(path, model), "engine": {}, "media": media}
     job = make_job(table, "the command line", overrides, given)
-    rows = job.input
-    if rows.id is None and not rows.is_run and not rows.rows_are_files(path):
-        first = next(read_rows(rows.model_copy(update={"shard": None})), None)
-        if first is not None and "id" in first.fields:
-            return job.with_keys(input={"id": "id"})
+    rows, keeps_all = job.input, "://" in path and job.output.keep == "*"
+    if rows.is_run or rows.rows_are_files(path) or not (rows.id is None or keeps_all):
+        return job
+    first = next(read_rows(rows.model_copy(update={"shard": None})), None)
+    fields = {} if first is None else first.fields
+    if rows.id is None and "id" in fields:
+        job = job.with_keys(input={"id": "id"})
+    if keeps_all and fields and not fields.keys() >= {"custom_id", "body"}:  # an OpenAI batch file
+        names = [name for name, value in fields.items() if not has_bytes(value)]
+        job = job.with_keys(output={"keep": names})
     return job
 
 

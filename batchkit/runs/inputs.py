@@ -19,7 +19,7 @@ from batchkit.runs.reach import Reach
 from batchkit.scoring import kept_fields
 from batchkit.sources import never, read_rows
 from batchkit.sources.formats import format_of, load_format
-from batchkit.sources.rowhash import input_hash, is_picture
+from batchkit.sources.rowhash import has_bytes, input_hash
 from batchkit.storage.plain_json import encoded
 from batchkit.types import CLIPS, Audio, Request, Row
 
@@ -171,7 +171,7 @@ class InputColumns:
             for row in read_rows(table, files=files):
                 for name in [name for name in row.fields if name not in known]:
                     known.add(name)
-                    if not isinstance(value := row.fields[name], bytes) and not is_picture(value):
+                    if not has_bytes(row.fields[name]):
                         yield name
                 if is_table and known:
                     return

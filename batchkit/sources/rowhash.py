@@ -86,6 +86,14 @@ def is_picture(value: Any) -> bool:
     return hasattr(value, "getexif") and hasattr(value, "tobytes")
 
 
+def has_bytes(value: Any) -> bool:
+    """Return True if ``value`` is, or contains, bytes or a PIL image, as columns of images do. Hugging Face datasets
+    have ``{"bytes": …, "path": …}`` for an image."""
+    if isinstance(value, dict | list):
+        return any(map(has_bytes, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bytes) or is_picture(value)
+
+
 def loaded(picture: Any) -> int | None:
     """Decode the PIL image ``picture`` and return its EXIF orientation (``orientation_of``).
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import fsspec
+import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -63,6 +66,18 @@ def test_one_line_runs_exports_and_continues(folder: Path) -> None:
     assert "out/answers.parquet: 5 rows" in second.stderr
     assert pq.read_table("out/answers.parquet").num_rows == 5
     assert "prompt" in (folder / "output/rows-Small/job.toml").read_text()
+
+
+def test_export_has_the_columns_of_an_input_at_an_address(folder: Path) -> None:
+    rows = pa.table(
+        {"text": ["a", "b"], "n": [1, 2], "image": [{"bytes": b"x", "path": "x.png"}] * 2}
+    )
+    with fsspec.open("memory://rows/rows.parquet", "wb") as file:
+        pq.write_table(rows, file)
+    run(*PROMPT, "--output", "answers.csv", rows="memory://rows/rows.parquet").ok()
+    answers = pd.read_csv("answers.csv")
+    assert answers[["fields.text", "n"]].to_numpy().tolist() == [["a", 1], ["b", 2]]
+    assert "image" not in answers
 
 
 def test_prompt_is_taken_as_it_is(folder: Path) -> None:
