@@ -17,6 +17,7 @@ import pytest
 
 from batchkit.config.installation import DISTRIBUTION
 from tests.support.paths import ROOT
+from tests.support.wheel import build
 
 pytestmark = pytest.mark.release
 
@@ -35,17 +36,6 @@ max_model_len = 512
 """
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def build(folder: Path, repository: str) -> Path:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    environment = os.environ | {"REPOSITORY": repository}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
-    return wheel
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +108,7 @@ def test_the_page_on_a_registry_leads_to_the_repository(wheel: Path, tmp_path: P
         place = "raw" if link.endswith(".png") else "blob"
         assert link.startswith(f"{ADDRESS}/{place}/main/")
         assert (ROOT / link.removeprefix(f"{ADDRESS}/{place}/main/")).exists()
-    without = metadata(build(tmp_path, ""))
+    without = metadata(build(tmp_path))
     assert without.get_all("Project-URL") is None
     assert "](" not in str(without.get_payload()), "a link to a file would lead nowhere"
 
