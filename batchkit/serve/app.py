@@ -27,8 +27,9 @@ def make_app(settings: Settings, store: Store) -> ASGIApp:
     from starlette.exceptions import HTTPException
 
     from batchkit.commands.view.server import refusal_of
-    from batchkit.serve.batch_routes import batch_routes, flex_routes
+    from batchkit.serve.batch_routes import batch_routes
     from batchkit.serve.file_routes import file_routes, upload_routes
+    from batchkit.serve.flex_routes import flex_routes
 
     app = FastAPI(
         title="batchkit serve",

@@ -17,6 +17,7 @@ import pytest
 from openai import OpenAI
 from openai.pagination import SyncCursorPage, SyncPage
 from openai.types import Batch, FileDeleted, FileObject, Model, Upload
+from openai.types.responses import Response
 from openai.types.uploads import UploadPart
 from pydantic import BaseModel
 
@@ -312,6 +313,53 @@ def test_flex_requests_wait_for_their_answer(client: OpenAI) -> None:
     for more in (*wrong, {"service_tier": "auto"}):
         with pytest.raises(openai.BadRequestError):
             flex(client, **more)
+
+
+def test_a_response_in_the_background_is_asked_for_until_it_is_there(
+    client: OpenAI, served: Served
+) -> None:
+    asked = {"model": "tiny", "input": "Hi"}
+    with served.http() as http:
+
+        def read(method: str, path: str = "", **more: Any) -> Response:
+            answer = http.request(method, f"/v1/responses{path}", **more)
+            return Response.model_validate(answer.json(), strict=True)
+
+        made = read("POST", json=asked | {"background": True})
+        assert (made.status, made.background, made.output) == ("queued", True, [])
+        until(lambda: client.responses.retrieve(made.id).status == "completed")
+        answer = read("GET", f"/{made.id}")
+        assert answer.output_text
+        assert read("POST", f"/{made.id}/cancel") == answer
+        assert read("POST", json=asked | {"service_tier": "flex"}).output_text
+    batch = client.batches.retrieve(made.id.replace("resp", "batch"))
+    client.files.delete(str(batch.output_file_id))
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+
+
+@pytest.mark.parametrize("wrong", [{"model": "gpt-6"}, {"previous_response_id": "resp_1"}])
+def test_a_wrong_response_in_the_background_fails(client: OpenAI, wrong: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": "Hi", "background": True}
+    made = client.responses.create(**asked | wrong)
+    until(lambda: client.responses.retrieve(made.id).status == "failed")
+    error = client.responses.retrieve(made.id).error
+    assert error is not None
+    assert error.code == "invalid_prompt"
+    assert next(iter(wrong)) in error.message
+
+
+def test_a_response_can_neither_stream_nor_be_had_at_once(client: OpenAI) -> None:
+    wrong: tuple[dict[str, Any], ...] = ({}, {"background": True, "stream": True})
+    for more in wrong:
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(model="tiny", input="Hi", **more)
+
+
+def test_a_batch_of_chat_lines_is_no_response(client: OpenAI) -> None:
+    batch = ended(client, submit(client, [ask("a")]))
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(batch.id.replace("batch", "resp"))
 
 
 def test_models_health_metrics_and_the_pages(client: OpenAI, served: Served) -> None:

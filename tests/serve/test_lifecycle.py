@@ -134,6 +134,23 @@ def test_a_flex_request_whose_client_leaves_is_cancelled(
     ended(client, long)
 
 
+def test_a_response_in_the_background_can_be_cancelled(
+    client: openai.OpenAI, demo_model: Path
+) -> None:
+    made = client.responses.create(
+        model=demo_model.name,
+        input="Hello",
+        background=True,
+        max_output_tokens=400,
+        extra_body={"min_tokens": 400},
+    )
+    until(lambda: client.responses.retrieve(made.id).status == "in_progress")
+    assert client.responses.cancel(made.id).status == "cancelled"
+    batch = client.batches.retrieve(made.id.replace("resp", "batch"))
+    assert ended(client, batch).status == "cancelled"
+    assert client.responses.retrieve(made.id).status == "cancelled"
+
+
 def _completed(client: openai.OpenAI, name: str) -> int:
     counts = client.batches.retrieve(name).request_counts
     return 0 if counts is None else counts.completed

@@ -51,6 +51,7 @@ COMMANDS = (
     "batchkit.engines.openai",
     "batchkit.execution.processor",
     "batchkit.serve.batch_routes",
+    "batchkit.serve.flex_routes",
     "batchkit.serve.file_routes",
     "batchkit.serve.server",
     "batchkit.sources.lines",
