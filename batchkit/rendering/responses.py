@@ -15,7 +15,7 @@ from batchkit.sources.reader import shown
 # Refused keys: they need a server with memory or OpenAI's own server, a record can't store their result, or they belong
 # to other endpoints.
 _REFUSED = (
-    *("previous_response_id", "conversation", "background", "stream", "prompt", "include"),
+    *("previous_response_id", "conversation", "background", "stream", "prompt"),
     *("max_tool_calls", "top_logprobs", "context_management", "moderation"),
     *(
         "messages",
@@ -27,7 +27,9 @@ _REFUSED = (
     ),
 )
 _READ = ("input", "instructions", "max_output_tokens", "text", "tools", "tool_choice", "reasoning")
-_IGNORED = ("truncation", "prompt_cache_options")
+_IGNORED = ("truncation", "prompt_cache_options", "include")
+# OpenAI's models answer with it if they hide their reasoning. Clients ask for it from every model.
+_INCLUDED = ["reasoning.encrypted_content"]
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -61,6 +63,8 @@ def as_chat(body: Any) -> dict[str, Any]:
 
 def _refused(body: Mapping[str, Any]) -> Iterator[str]:
     yield from (name for name in _REFUSED if body.get(name))
+    if body.get("include") not in (None, [], _INCLUDED):
+        yield f"include {shown(body['include'])}"
     if body.get("truncation") not in (None, "disabled"):
         yield f"truncation {shown(body['truncation'])} (retry.on_too_long cuts long prompts)"
     for name in ("text", "reasoning"):

@@ -77,6 +77,7 @@ def test_the_input_becomes_chat_messages(
         ({"seed": 3, "top_k": 4, "user": "me", "metadata": {"a": "b"}}, {"seed": 3, "top_k": 4}),
         (dict.fromkeys(["temperature", "text", "tools", "stream", "truncation", "reasoning"]), {}),
         ({"stream": False, "background": False, "include": [], "tools": []}, {}),
+        ({"include": ["reasoning.encrypted_content"]}, {}),
     ],
 )  # fmt: skip
 def test_parameters_become_those_of_sampling(
@@ -121,6 +122,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"input": "a", "text": {"verbosity": "low"}}, "supported: text.verbosity; leave"),
     ({"input": "a", "reasoning": {"summary": "auto"}}, "supported: reasoning.summary; leave"),
     ({"input": "a", "prompt": {"id": "p"}}, "supported: prompt; leave"),
+    ({"input": "a", "include": ["x"]}, "supported: include ['x']; leave"),
     ({"input": "a", "messages": [USER]}, "supported: messages; leave"),
     ({"input": "a", "max_tokens": 3}, "supported: max_tokens; leave"),
     ({"input": "a", "text": {"format": {"type": "xml"}}}, "body.text.format: found {'type': 'xml'}"),
