@@ -63,12 +63,10 @@ def flex_routes(settings: Settings, store: Store) -> APIRouter:
 
     @routes.post(_RESPONSES)
     async def create_response(request: Request, asked: FlexRequest) -> Response:
-        body, owner = (
-            asked.model_dump(exclude_unset=True, exclude={"background"}),
-            request.state.owner,
-        )
+        body = asked.model_dump(exclude_unset=True, exclude={"background"})
         if not asked.background:
             return await _when_ended(_RESPONSES, body, request, settings, store)
+        owner = request.state.owner
         batch = await run_in_threadpool(_begun, _RESPONSES, body, owner, settings, store)
         return _json(_response(batch, settings))
 
