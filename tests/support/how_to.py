@@ -6,12 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.paths import ROOT
 
-BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r'^ *```(\w+)(?: title="([^"]+)")?\n(.*?)^ *```', re.MULTILINE | re.DOTALL)
 
 
 def run_page(
@@ -21,6 +22,7 @@ def run_page(
     environment: Path | None = None,
     replaced: Mapping[str, str] | None = None,
     variables: Mapping[str, str] | None = None,
+    inside: Sequence[str] = (),
     timeout_s: float = 240,
 ) -> str:
     """Write the titled blocks of ``docs/how-to/NAME.md`` as files in ``folder``, run its bash and python blocks there in
@@ -29,6 +31,7 @@ def run_page(
     ``environment``: a virtual environment whose programs are found first; by default, that of the tests.
     ``replaced``: texts of the page to exchange, such as a model on the hub or a server's address; each must be on the page.
     ``variables``: environment variables to add.
+    ``inside``: words before each command, which enter a container.
     """
     text = (ROOT / "docs" / "how-to" / f"{name}.md").read_text(encoding="utf-8")
     for old, new in (replaced or {}).items():
@@ -38,14 +41,15 @@ def run_page(
     settings = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     settings |= variables or {}
     printed = ""
-    for kind, title, block in BLOCK.findall(text):
+    for kind, title, found in BLOCK.findall(text):
+        block = textwrap.dedent(found)
         if title:
             (folder / title).parent.mkdir(parents=True, exist_ok=True)
             (folder / title).write_text(block, encoding="utf-8")
         elif kind in ("bash", "python"):
             command = ["bash", "-euo", "pipefail", "-c"] if kind == "bash" else ["python", "-c"]
             done = subprocess.run(
-                [*command, block], cwd=folder, env=settings, capture_output=True, text=True,
+                [*inside, *command, block], cwd=folder, env=settings, capture_output=True, text=True,
                 timeout=timeout_s, check=False,
             )  # fmt: skip
             printed += done.stdout + done.stderr
