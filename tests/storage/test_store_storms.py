@@ -28,6 +28,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.release
 
 N_KILLS = int(os.environ.get("STORE_KILLS", "20"))
+SEED = int(os.environ.get("STORE_SEED", "20261130"))
 N_TAKEOVERS = int(os.environ.get("STORE_TAKEOVERS", "2"))
 N_ROWS = 400 * N_KILLS
 SLOW = ["--set", "run.max_in_flight=8"]
@@ -120,7 +121,7 @@ def cloud(
 
 @pytest.mark.timeout(1200)
 def test_machines_vanish_before_a_faulty_store(cloud: Cloud) -> None:
-    random, done = Random(20261130), [0]
+    random, done = Random(SEED), [0]
     for number in range(N_KILLS):
         here = cloud.machine()
         cloud.proxy.rules = [
@@ -149,7 +150,7 @@ def test_machines_vanish_before_a_faulty_store(cloud: Cloud) -> None:
 
 @pytest.mark.timeout(600)
 def test_takeovers_at_random_instants(cloud: Cloud) -> None:
-    random = Random(20261130)
+    random = Random(SEED)
     for _ in range(N_TAKEOVERS):
         cloud.proxy.rules = [Rule("delay", seconds=0.05), Rule("drop_reply", probability=0.05)]
         with begin("run", "job.toml", *SLOW, cwd=cloud.machine()) as first:
