@@ -6,7 +6,6 @@ import email
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from email.message import Message
@@ -16,13 +15,13 @@ from zipfile import ZipFile
 import pytest
 
 from batchkit.config.installation import DISTRIBUTION
+from tests.support import environments
+from tests.support.environments import ADDRESS
 from tests.support.paths import ROOT
-from tests.support.wheel import build
 
 pytestmark = pytest.mark.release
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-ADDRESS = "https://git.example/team/batchkit"
 JOB = """
 name = "colours"
 [input]
@@ -40,23 +39,12 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("dist"), ADDRESS)
+    return environments.wheel(tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty one, into which the wheel was installed with what it depends on."""
-    place = tmp_path_factory.mktemp("installed") / "venv"
-    uv = [sys.executable, "-m", "uv", "--quiet"]
-    subprocess.run([*uv, "venv", "--python", sys.executable, str(place)], check=True)
-    command = [*uv, "pip", "install", "--python", str(place / "bin/python"), str(wheel)]
-    for links in os.environ.get("PIP_FIND_LINKS", "").split():
-        command += ["--find-links", links]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and not os.environ.get("CI"):
-        pytest.skip(f"the wheel's dependencies can't be had: {done.stderr.strip()[-300:]}")
-    assert done.returncode == 0, done.stderr
-    return place
+    return environments.installed(tmp_path_factory.mktemp("installed") / "venv", wheel)
 
 
 @pytest.fixture
@@ -108,7 +96,7 @@ def test_the_page_on_a_registry_leads_to_the_repository(wheel: Path, tmp_path: P
         place = "raw" if link.endswith(".png") else "blob"
         assert link.startswith(f"{ADDRESS}/{place}/main/")
         assert (ROOT / link.removeprefix(f"{ADDRESS}/{place}/main/")).exists()
-    without = metadata(build(tmp_path))
+    without = metadata(environments.wheel(tmp_path, ""))
     assert without.get_all("Project-URL") is None
     assert "](" not in str(without.get_payload()), "a link to a file would lead nowhere"
 

@@ -52,6 +52,8 @@ FOREIGN_HOMES = {  # the modules or folders that alone import it; never when the
         "serve.webhooks",
     },
     "pandas": set(),
+    "lance": {"commands.export.tables"},
+    "deltalake": {"commands.export.tables"},
     "prometheus_client": {"execution.prometheus", "serve.batch_routes"},
     "ray": {"execution.cluster"},
     "fastapi": {"serve"},

@@ -98,7 +98,7 @@ def cli() -> None:
 @click.option(
     "--output",
     metavar="FILE",
-    help="Export to FILE (.parquet, .jsonl, .csv or .npy; a path or an address) when all rows are done.",
+    help="Export to FILE (.parquet, .jsonl, .csv, .npy, .lance or .delta; a path or an address) when all rows are done.",
 )
 @LIMIT
 @click.option(
@@ -368,6 +368,8 @@ def retry_failed(
     "--npy",
     "Write the vectors of an embed run as one numpy matrix, and the row ids as .ids.json.",
 )
+@options.export_format("--lance", "Write a Lance dataset, which is a folder.")
+@options.export_format("--delta", "Write a Delta table, which is a folder.")
 @options.export_format("--openai", "Write OpenAI batch output files.")
 @options.export_format("--srt", "Write subtitles, ID.srt for each recording, into a folder.")
 @options.export_format("--vtt", "Write WebVTT subtitles, ID.vtt for each recording, into a folder.")
@@ -394,8 +396,8 @@ def export(
     """Export the newest record of each row of RUN.
 
     FILE is a path or an address (s3://bucket/a.parquet, gs://…, hf://datasets/OWNER/NAME); its suffix names the format:
-    .parquet, .jsonl, .csv or .npy. The options below name a format, too; without PATH, they write into the run folder.
-    Rows are in input order, and have their newest scores. Exits with 1 if a file could not be sent.
+    .parquet, .jsonl, .csv, .npy, .lance or .delta. The options below name a format, too; without PATH, they write into
+    the run folder. Rows are in input order, and have their newest scores. Exits with 1 if a file could not be sent.
     """
     from batchkit.commands.export import export as write
     from batchkit.config.export_target import Target, check_format, target_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batchkit.commands import Say
 from batchkit.commands.export import export
-from batchkit.commands.export.outputs import check_folder, output_target
+from batchkit.commands.export.outputs import check_folder, check_table, output_target
 from batchkit.commands.forecast_file import announced, turned_out
 from batchkit.commands.score import finish_scoring
 from batchkit.commands.tuning.known import advised
@@ -136,11 +136,14 @@ def planned(
             f" {key}, then export both runs with `batchkit export`"
         )
     for target in targets:
+        is_option = output is not None and target is targets[-1]
+        key = "--output" if is_option else "output.export"
         if target.format == PARTS:
             check_folder(str(target.place), job)
+        else:
+            check_table(target, key)
         if target.place is not None and target.is_remote:
-            is_option = output is not None and target is targets[-1]
-            check_address(target.place, "--output" if is_option else "output.export")
+            check_address(target.place, key)
     placed = next((target for target in targets if target.place is not None), None)
     if placed is not None and job.input.shard is not None:
         raise JobError(

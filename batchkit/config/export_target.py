@@ -9,7 +9,7 @@ from batchkit.config.seams import EXPORTS
 from batchkit.config.urls import bare, check_user_info, is_remote
 from batchkit.errors import JobError
 
-SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".csv": "csv", ".npy": "npy"}
+SUFFIXES = {f".{name}": name for name in ("parquet", "jsonl", "csv", "npy", "lance", "delta")}
 """Formats by suffix. ``--as`` names any other format."""
 HUB = "hf://datasets/"
 PARTS = "parts"

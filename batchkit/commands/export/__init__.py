@@ -20,12 +20,13 @@ import orjson
 from batchkit.commands import Say
 from batchkit.commands.export.outputs import (
     Export,
+    check_table,
     export_of,
     exporting,
     is_foreign,
     refuse_own_file,
 )
-from batchkit.config.export_target import Target, is_dataset
+from batchkit.config.export_target import SUFFIXES, Target, is_dataset
 from batchkit.config.tables import FOR_VECTORS, OF_TOKENS
 from batchkit.errors import JobError
 from batchkit.runs.card import write_card
@@ -58,6 +59,8 @@ EXPORTS = {
     "csv": "batchkit.commands.export:CSV",
     "safe-csv": "batchkit.commands.export:SAFE_CSV",
     "npy": "batchkit.commands.export:NPY",
+    "lance": "batchkit.commands.export.tables:LANCE",
+    "delta": "batchkit.commands.export.tables:DELTA",
     "openai": "batchkit.commands.export.openai:OPENAI",
     "realhit": "batchkit.contrib.realhit.harness:RESULTS",
     "srt": "batchkit.commands.export.subtitles:SRT",
@@ -106,6 +109,7 @@ def export(
     - ``safe-csv``: a CSV that is safe in a spreadsheet; text that looks like a formula is prefixed with ``'``.
     - ``npy``: the vectors as one matrix, and the ids of its rows in a second file. For ``token_embed`` and
       ``token_classify``, which have several vectors per row, ``offsets.npy`` has the start of each row.
+    - ``lance``, ``delta``: a table in a folder; an older export stays as an older version of the table.
     - ``openai``: two files, answers and errors.
     - ``srt``, ``vtt``: a file for each transcript, in a folder.
 
@@ -126,6 +130,7 @@ def export(
     log, found = folder / RESULTS, status(folder)
     check_log(folder)
     form = export_of(target.format)
+    check_table(target)
     own = folder / (form.name or f"results.{target.format}")
     if found.pending:
         done = f"{found.ok + found.failed:,} of {found.total:,} rows; {found.pending:,} have no answer yet"
@@ -135,7 +140,7 @@ def export(
 
     def write(path: Path, say: Say, lacks: Say) -> dict[Path, int]:
         refuse_own_file(path, folder)
-        _check_suffix(path, target.format, own.suffix)
+        _check_suffix(path, target.format, own.suffix, is_table=bool(form.package))
         if not force and is_foreign(path):
             raise JobError(
                 f"{path}: exists, and was not written by batchkit; give another file, or replace it with --force"
@@ -145,7 +150,9 @@ def export(
             return form.write(folder, path, *[say, lacks] * form.says)
 
     def exported(file: Path, rows: int, shown: str) -> Exported:
-        n_bytes, source_bytes = file.stat().st_size, log.stat().st_size
+        parts = [file, *file.rglob("*")]
+        n_bytes = sum(part.stat().st_size for part in parts if part.is_file())
+        source_bytes = log.stat().st_size
         return Exported(shown, target.format, rows, n_bytes, source_bytes)
 
     if target.place is None or not target.is_remote:
@@ -165,12 +172,17 @@ def export(
     return sent
 
 
-def _check_suffix(path: Path, format_name: str, usual: str) -> None:
-    """Raise JobError if ``path`` has the suffix of another format. ``usual``: this format's suffix; "" for a folder."""
+def _check_suffix(path: Path, format_name: str, usual: str, *, is_table: bool) -> None:
+    """Raise JobError if ``path`` has the suffix of another format, or is a file instead of a folder or the other way
+    round. ``usual``: this format's suffix; "" for a folder. ``is_table``: the format is a table in a folder."""
     suffix = path.suffix.lower()
-    if usual and path.is_dir():
+    if is_table and path.is_file():
+        raise JobError(f"{path}: is a file, but --{format_name} writes a folder; give another path")
+    if usual and not is_table and path.is_dir():
         raise JobError(f"{path}: is a folder; give a file in it")
-    is_known = format_name in EXPORTS and (format_with(suffix) or suffix in COMPRESSIONS)
+    is_known = format_name in EXPORTS and (
+        format_with(suffix) or suffix in COMPRESSIONS or suffix in SUFFIXES
+    )
     if not usual or suffix in (usual, "") or not is_known:
         return
     other = f", or give --{suffix[1:]}" * (suffix[1:] in EXPORTS)
@@ -190,12 +202,12 @@ def write_parquet(
     layout = Layout.of(folder, inputs.names)
     batches = read_batches(folder, layout, inputs)
     with exporting(path, folder) as temporary:
-        rows = write_tables(temporary, layout, batches, _about(folder))
-        _say_what_lacks(inputs, path, say, lacks)
+        rows = write_tables(temporary, layout, batches, about_run(folder))
+        say_what_lacks(inputs, path, say, lacks)
     return {path: rows}
 
 
-def _about(folder: Path) -> dict[str, str]:
+def about_run(folder: Path) -> dict[str, str]:
     """Return metadata for the Parquet file: the run's name, its number of rows, how many have no answer, and the counts
     of the self-check as JSON."""
     found = status(folder)
@@ -207,7 +219,7 @@ def _about(folder: Path) -> dict[str, str]:
     return {f"batchkit.{name}": str(value) for name, value in about.items()}
 
 
-def _say_what_lacks(inputs: InputColumns, path: Path, say: Say, lacks: Say) -> None:
+def say_what_lacks(inputs: InputColumns, path: Path, say: Say, lacks: Say) -> None:
     if inputs.problem is not None:
         note = lacks if inputs.is_local else say
         note(f"{path}: columns of the input are missing or empty: {inputs.problem}")
@@ -224,7 +236,7 @@ def write_jsonl(folder: Path, path: Path, say: Say = print, lacks: Say = print) 
                 record[EMBEDDING] = vectors.of(record)
             file.write(orjson.dumps(record, option=_OPTIONS))
             rows += 1
-        _say_what_lacks(inputs, path, say, lacks)
+        say_what_lacks(inputs, path, say, lacks)
     return {path: rows}
 
 
@@ -260,7 +272,7 @@ def write_csv(
             columns = (map(cell, column.to_pylist()) for column in batch.columns)
             writer.writerows(zip(*columns, strict=True))
             rows += batch.num_rows
-        _say_what_lacks(inputs, path, say, lacks)
+        say_what_lacks(inputs, path, say, lacks)
     if formulas and not is_safe:
         say(
             f"{path}: a spreadsheet would run {formulas:,} of its texts as formulas; use --safe-csv to prevent that"

@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from batchkit.config.export_target import Target, target_of
+from batchkit.config.installation import how_to_install
 from batchkit.config.regular_file import open_regular
 from batchkit.config.seams import EXPORTS
 from batchkit.config.tables import FOR_VECTORS, WITH_VECTORS, JobConfig
@@ -38,11 +40,14 @@ class Export(NamedTuple):
       ``results.FORMAT``.
     - ``says``: True if ``write`` prints messages. It then gets two more arguments: functions that print one line. The
       second function is for missing columns of the input.
+    - ``package``: the package that writes the format, if the format is a table in a folder. The extra with the name of
+      the format installs it.
     """
 
     write: Callable[..., dict[Path, int]]
     name: str = ""
     says: bool = False
+    package: str = ""
 
 
 def export_of(name: str) -> Export:
@@ -68,15 +73,29 @@ def output_target(text: str, job: JobConfig) -> Target:
         raise JobError(
             f'--output {text}: .npy is for {FOR_VECTORS}, but the task of this job is "{job.task}"; use .parquet'
         )
+    check_table(target, "--output")
     files = input_files(job.input)
     if not target.is_remote:
-        _check_writable(Path(text), files)
+        _check_writable(Path(text), files, is_table=bool(export_of(target.format).package))
     is_batch = {format_of(file, job.input) for file in files} == {"openai-batch"}
     return target._replace(format="openai") if is_batch and target.format == "jsonl" else target
 
 
-def _check_writable(path: Path, inputs: Sequence[str]) -> None:
-    if path.is_dir():
+def check_table(target: Target, key: str = "FILE") -> None:
+    """Raise JobError if ``target`` is a table that can't be written: at an address, or if its package is missing."""
+    package = export_of(target.format).package
+    if package and target.is_remote:
+        raise JobError(
+            f"{key} {target}: {target.format} is written to local folders only; export to a folder, and copy it"
+        )
+    if package and find_spec(package) is None:
+        raise JobError(
+            f"{key} {target}: {package} is not installed: {how_to_install(target.format)}"
+        )
+
+
+def _check_writable(path: Path, inputs: Sequence[str], *, is_table: bool) -> None:
+    if path.is_dir() and not is_table:
         raise JobError(f"--output {path}: is a folder; give a file in it")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -108,8 +127,12 @@ def check_folder(place: str, job: JobConfig) -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return True if ``path`` is a file that batchkit did not write, judged by its first bytes. An empty file is not
-    foreign."""
+    """Return True if ``path`` is a file or table that batchkit did not write. The first bytes of a file decide; an empty
+    file is not foreign."""
+    if path.is_dir() and path.suffix.lower() in (".lance", ".delta"):
+        from batchkit.commands.export.tables import is_foreign_table
+
+        return is_foreign_table(path)
     if not path.is_file() or not path.stat().st_size:
         return False
     match path.suffix.lower():
