@@ -8,6 +8,7 @@ if TYPE_CHECKING:
 
     from batchkit.config.loading import load_job as load_job
     from batchkit.config.tables import JobConfig as JobConfig
+    from batchkit.execution.generate import generate as generate
     from batchkit.execution.processor import ProductionBatchProcessor as ProductionBatchProcessor
     from batchkit.execution.summary import Outcome as Outcome
     from batchkit.execution.summary import RunSummary as RunSummary
@@ -15,7 +16,15 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["JobConfig", "Outcome", "ProductionBatchProcessor", "Run", "RunSummary", "load_job"]
+__all__ = [
+    "JobConfig",
+    "Outcome",
+    "ProductionBatchProcessor",
+    "Run",
+    "RunSummary",
+    "generate",
+    "load_job",
+]
 
 _HOMES = {
     "JobConfig": "batchkit.config.tables",
@@ -23,6 +32,7 @@ _HOMES = {
     "ProductionBatchProcessor": "batchkit.execution.processor",
     "Run": "batchkit.runs.run",
     "RunSummary": "batchkit.execution.summary",
+    "generate": "batchkit.execution.generate",
     "load_job": "batchkit.config.loading",
 }
 

@@ -51,7 +51,7 @@ FOREIGN_HOMES = {  # the modules or folders that alone import it; never when the
         "rendering.media.download",
         "serve.webhooks",
     },
-    "pandas": set(),
+    "pandas": {"execution.generate"},
     "lance": {"commands.export.tables"},
     "deltalake": {"commands.export.tables"},
     "prometheus_client": {"execution.prometheus", "serve.batch_routes"},

@@ -489,20 +489,23 @@ def prompt_columns(job: JobConfig) -> frozenset[str]:
     """Return the input columns that the job's prompts use. Names from ``[vars]`` and ``input.cross``, and place marks
     such as ``image``, are not columns. An invalid template adds no names; its error is reported when the template is
     used."""
+    found = set[str]().union(*(names_in(text) - marks for text, marks in _texts(job)))
+    return frozenset(found - job.vars.keys() - job.input.cross.keys())
+
+
+def names_in(template: str) -> set[str]:
+    """Return the names that ``template`` uses, and the keys in brackets (``{{ row["my column"] }}``). An invalid template
+    has none."""
     from jinja2 import Environment, TemplateError, nodes
     from jinja2.meta import find_undeclared_variables
 
-    found = set[str]()
-    for text, marks in _texts(job):
-        with suppress(TemplateError, RecursionError):
-            tree = Environment().parse(text)
-            found |= find_undeclared_variables(tree) - marks
-            found |= {  # {{ row["my column"] }}
-                item.arg.value
-                for item in tree.find_all(nodes.Getitem)
-                if isinstance(item.arg, nodes.Const) and isinstance(item.arg.value, str)
-            }
-    return frozenset(found - job.vars.keys() - job.input.cross.keys())
+    try:
+        tree = Environment().parse(template)
+        keys = (item.arg for item in tree.find_all(nodes.Getitem))
+        constants = (key.value for key in keys if isinstance(key, nodes.Const))
+        return find_undeclared_variables(tree) | {it for it in constants if isinstance(it, str)}
+    except (TemplateError, RecursionError):
+        return set()
 
 
 def with_filled(job: JobConfig) -> JobConfig:

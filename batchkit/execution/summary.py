@@ -157,6 +157,12 @@ class RunSummary:
             frame.index = self.source.labels
         return frame
 
+    def _repr_html_(self) -> str:
+        """Return HTML for notebooks, like that of ``Run``."""
+        from batchkit.runs.run import Run
+
+        return Run(self.folder)._repr_html_()
+
     def _folder_of_run(self) -> Path:
         folder = Path(self.folder)
         if (began := read_manifest(folder).created_at) != self.run:
