@@ -1,44 +1,40 @@
-"""What another package adds with entry points works like batchkit's own; docs/plugins.md is the example."""
+"""What another package adds with entry points works like batchkit's own; examples/plugin is the example."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
-import sysconfig
-import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchkit.engines.base import Engine
+from tests.support import environments
 from tests.support.paths import ROOT
 from tests.support.rows import read_jsonl
 
 pytestmark = pytest.mark.release
 
-PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
-PROJECT, MODULE, JOB = re.findall(r"```(?:toml|python)\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLE = ROOT / "examples" / "plugin"
+MODULE = (EXAMPLE / "batchkit_example.py").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the packages of this one, and the example installed."""
-    folder = tmp_path_factory.mktemp("plugin")
-    venv.create(folder / "env", symlinks=True)
-    (site,) = (folder / "env").glob("lib/*/site-packages")
-    ours = sysconfig.get_path("purelib")
-    (site / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n{ROOT}\n")
-    project = folder / "project"
-    project.mkdir()
-    (project / "pyproject.toml").write_text(PROJECT)
-    (project / "batchkit_example.py").write_text(MODULE)
-    it = folder / "env" / "bin" / "python"
-    flags = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet"]
-    subprocess.run([it, "-m", "pip", "install", *flags, project], check=True, cwd=folder)
-    return it
+    """The Python of an environment into which the wheel and the example were installed."""
+    wheel = environments.wheel(tmp_path_factory.mktemp("dist"))
+    place = tmp_path_factory.mktemp("plugin") / "env"
+    return environments.installed(place, wheel, EXAMPLE) / "bin" / "python"
+
+
+@pytest.fixture(autouse=True)
+def _job(tmp_path: Path) -> None:
+    for name in ("job.toml", "tales.paragraphs"):
+        shutil.copy(EXAMPLE / name, tmp_path)
 
 
 def run(python: Path, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -47,43 +43,45 @@ def run(python: Path, folder: Path, *args: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_one_job_uses_a_reader_an_engine_an_extractor_two_kinds_of_scorer_and_an_export(
+def test_one_job_uses_a_reader_an_engine_a_layer_an_extractor_two_kinds_of_scorer_and_an_export(
     python: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "job.toml").write_text(JOB)
-    (tmp_path / "tales.paragraphs").write_text("once\n\nupon a time\n")
     ran = run(python, tmp_path, "run", "job.toml")
     assert ran.returncode == 0, ran.stderr
     records = read_jsonl(tmp_path / "output" / "loud" / "results.jsonl")
+    records.sort(key=lambda record: record["index"])  # the layer answers first
     found = [(r["text"], r["prediction"], r["scores"]["as-long"]) for r in records]
-    assert found == [("ONCE", "ONCE", 1.0), ("UPON A TIME", "UPON", 4 / 11)]
+    of_layer = "They lived happily."
+    assert found == [
+        ("ONCE", "ONCE", 1.0),
+        ("UPON A TIME", "UPON", 4 / 11),
+        (of_layer, "They", 4 / 7),
+    ]
     exported = run(python, tmp_path, "export", "job.toml", "--texts", "--json")
     assert exported.returncode == 0, exported.stderr
-    assert json.loads(exported.stdout)["rows"] == 2
-    assert (tmp_path / "output/loud/results.texts").read_text() == "ONCE\nUPON A TIME"
+    assert json.loads(exported.stdout)["rows"] == 3
+    assert (tmp_path / "output/loud/results.texts").read_text() == f"ONCE\nUPON A TIME\n{of_layer}"
     helped = run(python, tmp_path, "export", "--help").stdout
     assert re.search(r"--texts \[PATH\] +Write the text of each answer\.", helped)
-    assert "the longest of 2 answers has 11 characters" in ran.stderr
+    assert "the longest of 3 answers has 19 characters" in ran.stderr
     overall = json.loads(run(python, tmp_path, "score", "job.toml", "--json").stdout)["overall"]
-    assert overall["of-longest"] == pytest.approx(50 * (4 / 11 + 1))
+    assert overall["of-longest"] == pytest.approx(100 / 3 * (4 + 11 + 19) / 19)
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [("raise KeyError(len(answers))", "KeyError: 2"), ("longest = 1", "returned 4.0, expected")],
+    [("raise KeyError(len(answers))", "KeyError: 3"), ("longest = 1", "returned 4.0, expected")],
 )
 def test_a_deferred_scorer_that_fails_leaves_its_own_scores_out_alone(
     python: Path, tmp_path: Path, line: str, reason: str
 ) -> None:
-    (tmp_path / "job.toml").write_text(JOB)
-    (tmp_path / "tales.paragraphs").write_text("once\n\nupon a time\n")
     broken = MODULE.replace("longest = max(len(answer.text) for answer in answers)", line)
     (tmp_path / "batchkit_example.py").write_text(broken)
     ran = run(python, tmp_path, "run", "job.toml")
     assert ran.returncode == 0, ran.stderr
-    assert re.search(f"the scorer of-longest fails: .*{reason}.*2 answers are unscored", ran.stderr)
+    assert re.search(f"the scorer of-longest fails: .*{reason}.*3 answers are unscored", ran.stderr)
     found = json.loads(run(python, tmp_path, "score", "job.toml", "--json").stdout)["overall"]
-    assert (found["n"], found["unscored_by"]) == (2, {"of-longest": 2})
+    assert (found["n"], found["unscored_by"]) == (3, {"of-longest": 3})
 
 
 def test_names_that_nothing_has_are_refused_with_the_nearest(python: Path, tmp_path: Path) -> None:
@@ -94,7 +92,6 @@ def test_names_that_nothing_has_are_refused_with_the_nearest(python: Path, tmp_p
         'select.scorer="oflongest"': "did you mean 'of-longest'?",
         "scoring.extract=first-words": "did you mean 'first-word'?",
     }
-    (tmp_path / "job.toml").write_text(JOB)
     flags = [part for mistake in mistakes for part in ("--set", mistake)]
     refused = run(python, tmp_path, "validate", "job.toml", *flags)
     assert refused.returncode == 2
@@ -109,9 +106,18 @@ def test_the_engine_of_the_example_has_all_that_an_engine_has() -> None:
 
 
 def test_a_plug_in_that_can_not_be_imported_is_named(python: Path, tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "batchkit_example.py").write_text("import no_such_module")
     refused = run(python, tmp_path, "validate", "job.toml")
     assert refused.returncode == 2
     assert "batchkit-example" in refused.stderr
     assert "No module named 'no_such_module'" in refused.stderr
+
+
+@pytest.mark.parametrize("page", ["plugins.md", "how-to/plug-in.md"])
+def test_the_pages_show_the_example(page: str) -> None:
+    files = [path.read_text(encoding="utf-8") for path in EXAMPLE.glob("*.*")]
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:toml|python)[^\n]*\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert any(block in file for file in files), block
