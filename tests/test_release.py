@@ -18,6 +18,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from tests.support.environments import installed
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.release
@@ -39,6 +40,8 @@ MODULES = {
     "view": "uvicorn",
     "serve": "fastapi",
     "remote": "s3fs",
+    "lance": "lance",
+    "delta": "deltalake",
     "store": "obstore",
 }
 FOR_TORCH = {"vllm", "transformers", "cpu"}
@@ -85,11 +88,8 @@ def wheel(dist: Path) -> Path:
 
 def environment_for(folder: Path, wheel: Path, extra: str, python: str = sys.executable) -> Path:
     """Return the Python of a new environment with ``wheel`` and ``extra``."""
-    run([*UV, "venv", "--python", python, "--no-python-downloads", folder], folder.parent)
-    of_it = folder / "bin" / "python"
     wanted = f"batchkit-vllm[{extra}] @ {wheel.as_uri()}"
-    run([*UV, "pip", "install", "--python", of_it, *FIND_LINKS, wanted], folder.parent)
-    return of_it
+    return installed(folder, wanted, python=python) / "bin" / "python"
 
 
 def test_version_is_that_of_the_tag_also_in_a_wheel_made_of_the_source_archive(

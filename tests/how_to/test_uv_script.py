@@ -22,13 +22,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support import environments
 from tests.support.chat_server import ChatServer, serving
 from tests.support.how_to import run_page
 from tests.support.hub_server import HubServer, hub
 from tests.support.object_servers import ObjectServer, moto_server
 from tests.support.paths import ROOT
 from tests.support.waiting import until
-from tests.support.wheel import build
 
 pytestmark = pytest.mark.release
 
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("dist")).parent
+    return environments.wheel(tmp_path_factory.mktemp("dist")).parent
 
 
 @pytest.fixture

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 from filelock import FileLock
 
 from batchkit.runs.status import counts_of
 from tests.support.api_server import serving
+from tests.support.environments import installed
 from tests.support.how_to import run_page
 
 FOLDER = Path.home() / ".cache" / "batchkit" / "clients"
@@ -28,13 +25,7 @@ def client_environment(name: str, *packages: str) -> Path:
     with FileLock(FOLDER / f"{name}.lock"):
         if made_of.exists() and made_of.read_text() == wanted:
             return place
-        uv = [sys.executable, "-m", "uv", "--quiet"]
-        subprocess.run([*uv, "venv", "--clear", "--python", sys.executable, place], check=True)
-        command = [*uv, "pip", "install", "--exclude-newer", NEWEST, "--python", place, *packages]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode and not os.environ.get("CI"):
-            pytest.skip(f"{', '.join(packages)} can't be had: {done.stderr.strip()[-300:]}")
-        assert done.returncode == 0, done.stderr
+        installed(place, "--exclude-newer", NEWEST, *packages)
         made_of.write_text(wanted)
     return place
 

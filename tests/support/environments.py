@@ -37,11 +37,11 @@ def wheel(folder: Path, repository: str = ADDRESS) -> Path:
     return wheel
 
 
-def installed(place: Path, *packages: str | Path) -> Path:
+def installed(place: Path, *packages: str | Path, python: str = sys.executable) -> Path:
     """Return ``place``, a new environment with only ``packages`` and what they depend on. Skips the test if they can't
     be had, except in CI."""
     uv = [sys.executable, "-m", "uv", "--quiet"]
-    subprocess.run([*uv, "venv", "--seed", "--python", sys.executable, str(place)], check=True)
+    subprocess.run([*uv, "venv", "--clear", "--seed", "--python", python, str(place)], check=True)
     command = [*uv, "pip", "install", "--python", str(place / "bin/python"), *map(str, packages)]
     for links in os.environ.get("PIP_FIND_LINKS", "").split():
         command += ["--find-links", links]
