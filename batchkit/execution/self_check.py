@@ -111,6 +111,7 @@ class SelfCheck(EngineLayer):
         self._due = deque[Completion]()  # answers to compute again in this pause
         self._asked: _Alone | None = None  # in flight, alone
         self._pause: _Pause | None = None  # the newest
+        self._most_running = 1
         self._spent_s = 0.0  # by earlier pauses
         self._compared: list[tuple[Completion, Verdict]] = []
         self._n_reported = 0  # of ``_compared``
@@ -147,10 +148,11 @@ class SelfCheck(EngineLayer):
                 self._judge(self._asked, completion)
             return []
         if done:
-            n_preempted = self.below.load.preemptions
+            load = self.below.load
+            self._most_running = max(self._most_running, load.running)
             for completion in done:
                 self._pace.note(completion)
-                self._drawn.offer(completion, n_preempted)
+                self._drawn.offer(completion, load.preemptions)
         if self._pause is None and self._drawn.n_offered >= FIRST_ANSWERS:
             self._begin(is_end=False)
         return done
@@ -183,16 +185,16 @@ class SelfCheck(EngineLayer):
             n_rows = min(n_rows, self._pace.rows_within(budget_s - drain_s))
         if n_rows <= 0:
             return
-        self._pause = _Pause(budget_s, self.below.load.running)
+        self._pause = _Pause(budget_s, self._most_running)
         self._pace.set_limit((budget_s - drain_s) / n_rows)
         self._due.extend(self._drawn.take(n_rows))
         if self._due:
             self._hear(Message(f"self-check: computing {len(self._due)} rows again, each alone"))
 
     def _ask(self) -> None:
-        """Submit the next drawn request, or end the pause if its time is used up."""
+        """Submit the next drawn request, or end the pause if its time would not suffice."""
         pause = self._pause
-        if pause and self._compared and pause.lost_s > pause.budget_s:
+        if pause and self._compared and pause.lost_s + pause.row_s > pause.budget_s:
             self._due.clear()
             self._conclude()
             return
@@ -210,6 +212,8 @@ class SelfCheck(EngineLayer):
         elif isinstance(completion.error, EngineCrashError | RowOutOfMemoryError):
             self._due.clear()  # each further row might cost several restarts of the engine
         self._asked = None
+        if self._pause is not None:
+            self._pause.row_s = max(self._pause.row_s, time.monotonic() - asked.began)
         if asked.answers:
             tie = max(tie_of(self._dtype), _NOISE * (self._noise or 0.0))
             self._compared.append((asked.batched, asked.verdict(tie, self._dtype)))
@@ -267,18 +271,19 @@ class _Pause:
     Until the run's requests have come back, only the part of the engine that they no longer use is lost.
 
     - ``budget_s``: limit for ``lost_s``.
-    - ``n_running``: the requests that the engine computed at once before the pause.
+    - ``most_running``: the largest number of requests that the engine has computed at once.
+    - ``row_s`` (attribute): the longest time that a row took alone.
     """
 
-    def __init__(self, budget_s: float, n_running: int) -> None:
-        self.budget_s, self._n_running = budget_s, max(1, n_running)
+    def __init__(self, budget_s: float, most_running: int) -> None:
+        self.budget_s, self._most_running = budget_s, most_running
         self._noted = time.monotonic()
-        self.lost_s = 0.0
+        self.lost_s = self.row_s = 0.0
 
     def note(self, n_used: int) -> None:
         """Add the time since the last call, in which the engine computed ``n_used`` requests of the run."""
         now = time.monotonic()
-        self.lost_s += (now - self._noted) * (1 - min(1.0, n_used / self._n_running))
+        self.lost_s += (now - self._noted) * (1 - min(1.0, n_used / self._most_running))
         self._noted = now
 
 
@@ -371,7 +376,7 @@ class _Alone:
 
     - ``batched``: the answer in the batch.
     - ``most_tokens``: limit for the answer alone. A longer answer is compared only at its beginning.
-    - ``answers`` (attribute): the answers alone.
+    - ``answers`` (attribute): the answers alone. ``began``: when it was submitted, by the monotonic clock.
     """
 
     def __init__(self, batched: Completion, job: JobConfig, most_tokens: float) -> None:
@@ -380,6 +385,7 @@ class _Alone:
         can_be_shortened = job.generates and not self._is_drawn
         self.is_beginning = can_be_shortened and _can_be_shortened(batched, most_tokens)
         self.answers = list[Completion]()
+        self.began = time.monotonic()
         sampling = sampling_alone(batched.request.sampling, job.engine)
         if self.is_beginning:
             sampling["max_tokens"] = int(most_tokens)
