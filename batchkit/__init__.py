@@ -40,9 +40,12 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that ``import batchkit`` is fast."""
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("batchkit-vllm")
+        try:
+            return version("batchkit-vllm")
+        except PackageNotFoundError:  # files that were not installed
+            return "0.0"
     if name not in _HOMES:
         raise AttributeError(f"module 'batchkit' has no attribute {name!r}")
     from importlib import import_module

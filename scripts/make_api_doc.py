@@ -117,7 +117,7 @@ def commands(group: click.Group = cli) -> Iterator[str]:
         words = [f"batchkit {name}"]
         for parameter in command.params:
             if isinstance(parameter, click.Option) and not parameter.hidden:
-                words += sorted({*parameter.opts, *parameter.secondary_opts}, key=len)[-1:]
+                words += sorted([*parameter.opts, *parameter.secondary_opts])
             elif isinstance(parameter, click.Argument):
                 words.append(
                     re.sub(r"[][.]", "", parameter.metavar or parameter.human_readable_name)

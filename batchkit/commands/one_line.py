@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,6 +15,7 @@ from batchkit.sources.files import COMPRESSIONS, name_of
 from batchkit.sources.rowhash import has_bytes
 
 _MAGIC = re.compile(r"[*?\[]")  # characters of a glob
+_READ_FIRST = 16
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -23,7 +25,7 @@ def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job
     Its name is derived from the input and the model, so that the same command resumes the same run:
     ``reviews-Qwen3-4B`` for ``data/reviews.csv`` and ``Qwen/Qwen3-4B``. Images are looked up in the working
     directory, or in the input's folder if the input is outside it. If the rows have a field ``id``, it becomes
-    ``input.id``. An export does not read an input at an address again, so the columns of its first row become
+    ``input.id``. An export does not read an input at an address again, so the columns of its first rows become
     ``output.keep``.
 
     Raises:
@@ -37,8 +39,10 @@ def one_line_job(given: Mapping[str, Any], overrides: Sequence[str] = ()) -> Job
     rows, keeps_all = job.input, "://" in path and job.output.keep == "*"
     if rows.is_run or rows.rows_are_files(path) or not (rows.id is None or keeps_all):
         return job
-    first = next(read_rows(rows.model_copy(update={"shard": None})), None)
-    fields = {} if first is None else first.fields
+    first = islice(read_rows(rows.model_copy(update={"shard": None})), _READ_FIRST)
+    fields = dict[str, Any]()
+    for row in first:
+        fields |= {name: value for name, value in row.fields.items() if fields.get(name) is None}
     if rows.id is None and "id" in fields:
         job = job.with_keys(input={"id": "id"})
     if keeps_all and fields and not fields.keys() >= {"custom_id", "body"}:  # an OpenAI batch file

@@ -12,11 +12,13 @@ import orjson
 
 from batchkit.config.loading import make_job, names_in, prompt_columns
 from batchkit.config.tables import JobConfig
-from batchkit.errors import JobError
+from batchkit.errors import BatchkitError, JobError
 from batchkit.execution.processor import ProductionBatchProcessor
 from batchkit.execution.start import OnChange
 from batchkit.sources.input import from_python
 from batchkit.storage.identity import identity
+
+_BY_SIGNAL = 128  # exit codes from here on
 
 
 def generate(
@@ -59,7 +61,8 @@ def generate(
         **tables: Tables of the job file: ``engine={"options": {"max_model_len": 4096}}``.
 
     Raises:
-        BatchkitError: the run stopped; every finished row is on disk.
+        BatchkitError: the run stopped, also by a budget; every finished row is on disk.
+        KeyboardInterrupt: the run was interrupted. The same call resumes it.
     """
     keys = {
         "engine.model": model,
@@ -76,12 +79,23 @@ def generate(
         raise JobError(
             f'generate() returns texts, but task = "{job.task}" gives none; use ProductionBatchProcessor'
         )
+    if job.input.cross:
+        raise JobError(
+            "generate() returns one answer per row, but input.cross makes several rows of one"
+        )
     rows = _with_used_columns(rows, job)
     if name is None:
         job = job.with_keys(name=f"generate-{_digest(rows, job)}")
     summary = ProductionBatchProcessor(job, fresh=fresh, on_change=on_change, quiet=quiet).process(
         rows
     )
+    if summary.exit >= _BY_SIGNAL:
+        raise KeyboardInterrupt
+    if summary.stopped_by is not None:
+        n_done = summary.ok + summary.failed
+        raise BatchkitError(
+            f"stopped by {summary.stopped_by} after {n_done:,} of {summary.total:,} rows; the same call resumes"
+        )
     texts: list[str | None] = [None] * summary.total
     for record in summary.records():
         if record["status"] == "ok":

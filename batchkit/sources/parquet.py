@@ -18,6 +18,7 @@ MAX_BATCH_ROWS = (
     128  # some values may be far larger than average, if their column is dictionary-encoded
 )
 TARGET_BATCH_BYTES = 2**24  # size of a batch of average rows
+_REMOTE_BLOCK_BYTES = 2**22  # of one request to a store
 VALUE_BYTES = 32  # about the size of the smallest Python value
 _NOT_PYTHON = (ValueError, OverflowError, pa.ArrowException)
 """What to_pylist raises for a value that Python can't hold: not UTF-8, a date past year 9999."""
@@ -84,9 +85,10 @@ def _open(path: str, file: object) -> Any:
     INT96, in which Spark writes times, is read in microseconds. In nanoseconds, Arrow's default, times before 1677 or
     after 2262 would change.
     """
+    block = _REMOTE_BLOCK_BYTES if "://" in path else BLOCK_BYTES
     try:
         parquet = pq.ParquetFile(
-            file, buffer_size=BLOCK_BYTES, pre_buffer=False, coerce_int96_timestamp_unit="us"
+            file, buffer_size=block, pre_buffer=False, coerce_int96_timestamp_unit="us"
         )
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]

@@ -25,8 +25,7 @@ import sys
 
 
 def main() -> None:
-    arguments, others = parser().parse_known_args()
-    given = vars(arguments)
+    given = vars(parser().parse_args())
     settings = {"output.store": given.pop("store")}
     settings["engine.options.max_model_len"] = given.pop("max_model_len")
     command = [sys.executable, "-m", "batchkit", "run"]
@@ -37,15 +36,14 @@ def main() -> None:
     for key, value in settings.items():
         if value is not None:
             command += ["--set", f"{key}={value}"]
-    print("+ batchkit", *command[3:], *others, file=sys.stderr, flush=True)
+    print("+ batchkit", *command[3:], file=sys.stderr, flush=True)
     # Replace this process, so that batchkit gets the signal that announces the end of a job.
-    os.execv(sys.executable, [*command, *others])
+    os.execv(sys.executable, command)
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        description="Answer a prompt for each row of INPUT. Other options of `batchkit run` work, too, such as"
-        " --set KEY=VALUE, --keep COLUMNS and --fresh.",
+        description="Answer a prompt for each row of INPUT.",
         allow_abbrev=False,
     )
     add = made.add_argument
@@ -58,8 +56,10 @@ def parser() -> argparse.ArgumentParser:
     add("--id", help="column with the id of each row; default: id, if there is one")
     add("--max-tokens", type=int, help="maximum number of tokens of an answer; default 256")
     add("--temperature", type=float, help="0, the default, is greedy")
+    add("--set", action="append", help="KEY=VALUE: any key of a job file; may be repeated")
     add("--limit", type=int, help="maximum number of rows")
     add("--max-model-len", type=int, help="maximum number of tokens of prompt and answer")
+    add("--keep", help="columns of INPUT to write: A,B; default: all")
     add("--name", help="name of the run; default: after INPUT and MODEL")
     add(
         "--store", help="s3://bucket/runs: copy the run there while it works, and resume from there"

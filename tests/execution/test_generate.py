@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import pandas as pd
 import pytest
 
 import batchkit
-from batchkit.errors import ChangedError, JobError
+from batchkit.errors import BatchkitError, ChangedError, JobError
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
@@ -105,3 +109,30 @@ def test_a_name_is_one_run() -> None:
 def test_a_wrong_argument_is_named(rows: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(JobError, match=words):
         answers(rows, **options)
+
+
+def test_an_unfinished_run_is_no_column() -> None:
+    slow = {"kind": "dry-run", "options": {"latency_s": 0.1}}
+    rows = [{"q": number} for number in range(1000)]
+    stopped = {"engine": slow, "run": {"max_in_flight": 1}, "budget": {"max_seconds": 0.5}}
+    with pytest.raises(BatchkitError, match=r"max_seconds = 0.5 after \d+ of 1,000 rows"):
+        answers(rows, **stopped)
+
+
+def test_an_interrupted_run_raises_keyboard_interrupt() -> None:
+    program = (
+        "import batchkit\n"
+        "slow = {'kind': 'dry-run', 'options': {'latency_s': 0.1}}\n"
+        "batchkit.generate([{'q': n} for n in range(1000)], prompt='{{ q }}', engine=slow,"
+        " run={'max_in_flight': 1})\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
+        until(lambda: any(log.stat().st_size for log in Path("output").glob("*/results.jsonl")))
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate()
+    assert stderr.endswith(b"KeyboardInterrupt\n")
+
+
+def test_rows_that_input_cross_multiplies_are_refused() -> None:
+    with pytest.raises(JobError, match=r"input\.cross"):
+        answers(frame(), input={"cross": {"t": [0, 1]}})

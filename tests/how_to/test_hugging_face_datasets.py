@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.chat_server import serving
+from tests.support.environments import uv
 from tests.support.how_to import run_page
 from tests.support.hub_server import HubServer, hub
 from tests.support.paths import ROOT
@@ -53,8 +54,7 @@ assert Dataset(summary.to_arrow()).num_rows == 3
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
-    command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target"]
-    subprocess.run([*command, folder, *PACKAGES], check=True)
+    uv("pip", "install", "--no-deps", "--target", folder, *PACKAGES)
     return folder
 
 

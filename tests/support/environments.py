@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from tests.support.paths import ROOT
 ADDRESS = "https://git.example/team/batchkit"
 """The repository of the wheel."""
 TABLES = ("deltalake", "duckdb", "ipykernel", "ipywidgets", "nbclient", "polars", "pylance")
+FIND_LINKS = [word for at in os.environ.get("PIP_FIND_LINKS", "").split() for word in ("-f", at)]
+_UNREACHABLE = re.compile("error sending request|Could not connect|dns error|Connection reset")
 _SCRIPT = """#!{python}
 from batchkit.__main__ import main
 main()
@@ -38,18 +41,20 @@ def wheel(folder: Path, repository: str = ADDRESS) -> Path:
 
 
 def installed(place: Path, *packages: str | Path, python: str = sys.executable) -> Path:
-    """Return ``place``, a new environment with only ``packages`` and what they depend on. Skips the test if they can't
-    be had, except in CI."""
-    uv = [sys.executable, "-m", "uv", "--quiet"]
-    subprocess.run([*uv, "venv", "--clear", "--seed", "--python", python, str(place)], check=True)
-    command = [*uv, "pip", "install", "--python", str(place / "bin/python"), *map(str, packages)]
-    for links in os.environ.get("PIP_FIND_LINKS", "").split():
-        command += ["--find-links", links]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and not os.environ.get("CI"):
-        pytest.skip(f"the packages can't be had: {done.stderr.strip()[-300:]}")
-    assert done.returncode == 0, done.stderr
+    """Return ``place``, a new environment with only ``packages`` and what they depend on."""
+    uv("venv", "--clear", "--seed", "--python", python, place)
+    uv("pip", "install", "--python", place / "bin" / "python", *FIND_LINKS, *packages)
     return place
+
+
+def uv(*words: str | Path, cwd: Path | None = None) -> str:
+    """Run uv and return what it prints. Skip the test if uv can't reach the package index."""
+    command = [sys.executable, "-m", "uv", "--quiet", *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode and _UNREACHABLE.search(done.stderr):
+        pytest.skip(f"the package index can't be reached: {done.stderr.strip()[-300:]}")
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return done.stdout
 
 
 def with_tables() -> Path:

@@ -38,7 +38,11 @@ def systemd_container() -> Iterator[Sequence[str]]:
     for layer in layers.values():
         layer.mkdir()
     options = f"lowerdir=/,upperdir={layers['upper']},workdir={layers['work']}"
-    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, layers["root"]], check=True)
+    mount = ["mount", "-t", "overlay", "overlay", "-o", options, layers["root"]]
+    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        shutil.rmtree(folder)
+        raise NotInstalledError(f"no overlay can be mounted: {mounted.stderr.strip()}")
     command = [
         "systemd-nspawn",
         "--quiet",
