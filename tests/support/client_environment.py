@@ -1,7 +1,8 @@
-"""Programs of others that are clients of ``batchkit serve``, each in a virtual environment of its own."""
+"""Programs of others that are clients of ``batchkit serve`` or read runs, each in a virtual environment of its own."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 from filelock import FileLock
@@ -10,6 +11,7 @@ from batchkit.runs.status import counts_of
 from tests.support.api_server import serving
 from tests.support.environments import installed
 from tests.support.how_to import run_page
+from tests.support.paths import ROOT
 
 FOLDER = Path.home() / ".cache" / "batchkit" / "clients"
 NEWEST = "2026-11-30"  # uv leaves out what was published later, also of what the packages need
@@ -28,6 +30,12 @@ def client_environment(name: str, *packages: str) -> Path:
         installed(place, "--exclude-newer", NEWEST, *packages)
         made_of.write_text(wanted)
     return place
+
+
+def reader_environment(name: str, *packages: str) -> Path:
+    """The same, also with batchkit and what it depends on. With ``PYTHONPATH``, its programs import this checkout."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    return client_environment(name, str(ROOT), *project["dependencies"], *packages)
 
 
 def run_client(page: str, folder: Path, environment: Path, **variables: str) -> str:
