@@ -1,4 +1,4 @@
-"""The scripts of docs/scaling.md in a real SLURM, whose nodes vanish with their disks while the runs are in a store."""
+"""The page's scripts in a real SLURM, whose nodes vanish with their disks while the runs are in a store."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from batchkit.storage.store.ranges import RANGE
 from batchkit.storage.store.seals import Chain
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import write_job
+from tests.support.how_to import run_page
 from tests.support.object_servers import object_server
 from tests.support.paths import ROOT
 from tests.support.rows import write_jsonl
@@ -29,8 +30,6 @@ pytestmark = [pytest.mark.release, pytest.mark.timeout(900)]
 N_ROWS = 16 * RANGE
 N_TASKS = 4
 SLOW_S = 300  # on a busy machine
-_SCRIPT = re.compile(r"^```\n(#!/bin/bash\n#SBATCH .*?)^```", re.MULTILINE | re.DOTALL)
-JOINED, SHARDED = _SCRIPT.findall((ROOT / "docs/scaling.md").read_text("utf-8"))
 
 
 @pytest.fixture
@@ -60,10 +59,11 @@ def job_in(store: str) -> None:
 
 
 def submit(cluster: Cluster, script: str) -> str:
-    """Submit the script of an array, with fewer tasks. Return its number."""
-    Path("array.sh").write_text(script)
-    array = f"--array=0-{N_TASKS - 1}"
-    return cluster.run("sbatch", "--parsable", array, "--open-mode=append", "array.sh").strip()
+    """Submit a script of the page, with fewer tasks. Return the array's number."""
+    words = {"sbatch array.sh": "true", "--shard auto": "--shard auto --set output.dir=$TMPDIR"}
+    run_page("slurm", Path(), replaced=words)
+    options = ["--parsable", f"--array=0-{N_TASKS - 1}", "--open-mode=append"]
+    return cluster.run("sbatch", *options, script).strip()
 
 
 def node_of(cluster: Cluster, job: str, task: int) -> str:
@@ -114,7 +114,7 @@ def test_an_array_of_joined_tasks_loses_nodes(
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         job_in(f"{server.store}/runs")
-        job = submit(cluster, JOINED)
+        job = submit(cluster, "array.sh")
         for task in (0, 3):  # task 3 gets the node that came back
             await_rows(partial(joined_as, server.store, job, task))
             cluster.lose(lost := node_of(cluster, job, task))
@@ -126,9 +126,8 @@ def test_an_array_of_joined_tasks_loses_nodes(
 
 def test_an_array_of_shards_continues_on_other_disks(cluster: Cluster, tmp_path: Path) -> None:
     job_in(f"file://{tmp_path}/store")
-    on_disk = SHARDED.replace("--shard auto", "--shard auto --set output.dir=$TMPDIR")
     runs = [f"file://{tmp_path}/store/a.shard-{n}-of-{N_TASKS}" for n in range(N_TASKS)]
-    job = submit(cluster, on_disk)
+    job = submit(cluster, "shards.sh")
     for run in runs[:2]:
         await_rows(partial(str, run))
     cluster.run("scontrol", "requeue", f"{job}_1")  # as for a task with a higher priority
