@@ -86,14 +86,18 @@ def check_endpoint(endpoint: str, *tasks: TaskName) -> None:
     raise ApiProblem(400, f"endpoint: {text}", param="endpoint", code="invalid_endpoint")
 
 
-def added_batch(asked: NewBatch, owner: str, settings: Settings, store: Store) -> Object:
+def added_batch(
+    asked: NewBatch, owner: str, settings: Settings, store: Store, **more: Any
+) -> Object:
     """Store a new batch in state ``validating`` for the key named ``owner``, and return it.
+
+    ``more``: further fields of the batch.
 
     Raises:
         ApiProblem: No model supports the endpoint, or the key has reached its limit of open batches.
     """
     check_endpoint(asked.endpoint, *(model.job.task for model in settings.models.values()))
-    batch = _made(asked, wall_s())
+    batch = _made(asked, wall_s()) | more
     most = settings.limits_of(owner).batches
     with store.lock:
         if (n_open := len(store.all("batch", *UNFINISHED, owner=owner))) >= most:

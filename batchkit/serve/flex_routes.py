@@ -15,7 +15,7 @@ import orjson
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from batchkit.serve.batch import UNFINISHED, NewBatch, added_batch, moved
 from batchkit.serve.clock import wall_s
@@ -25,6 +25,7 @@ from batchkit.serve.settings import Settings
 from batchkit.serve.store import Object, Store
 
 _CHAT, _RESPONSES = "/v1/chat/completions", "/v1/responses"
+_MODEL = "single_request_model"  # a field that only batches of these routes have
 _LOOK_S = 0.1
 _STATUS = {
     **dict.fromkeys(["invalid_request", "prompt_too_long", "media"], 400),
@@ -39,6 +40,7 @@ class FlexRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
+    model: str = Field(max_length=4096)  # as long as a path
     service_tier: str | None = None
     background: bool | None = None
     stream: Literal[False] | None = None
@@ -91,7 +93,7 @@ def _begun(endpoint: str, body: Any, owner: str, settings: Settings, store: Stor
     file = file_doc(path, filename="flex.jsonl", purpose="batch", expires_at=expires_at)
     add_stored(store, settings, "file", owner, file)
     asked = NewBatch(input_file_id=file["id"], endpoint=endpoint, completion_window="24h")
-    return added_batch(asked, owner, settings, store)
+    return added_batch(asked, owner, settings, store, **{_MODEL: body["model"]})
 
 
 async def _when_ended(
@@ -154,7 +156,7 @@ def _id_of(batch: Object) -> str:
 def _found(response_id: str, owner: str, store: Store) -> Object:
     """Return the batch of a response. Raise ApiProblem (404) if this owner has no such response."""
     batch = store.get("batch", f"batch_{response_id.removeprefix('resp_')}", owner)
-    if batch is None or batch["endpoint"] != _RESPONSES or batch["request_counts"]["total"] > 1:
+    if batch is None or batch["endpoint"] != _RESPONSES or _MODEL not in batch:
         raise missing("Response", response_id)
     return batch
 
@@ -174,7 +176,7 @@ def _response(batch: Object, settings: Settings) -> Object:
         "id": _id_of(batch),
         "object": "response",
         "created_at": batch["created_at"],
-        "model": str(_line_in(batch["input_file_id"], settings)["body"].get("model")),
+        "model": batch[_MODEL],
         "status": "failed" if error else _STATES.get(batch["status"], "in_progress"),
         "background": True,
         "service_tier": "flex",

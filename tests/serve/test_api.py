@@ -40,7 +40,9 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
+RESPONSES = "/v1/responses"
 DRY = ("--set", "engine.kind=dry-run", "--model", "tiny")
+JSON = {"headers": {"content-type": "application/json"}}
 MULTIPART = {"content-type": "multipart/form-data; boundary=x"}
 
 
@@ -340,13 +342,15 @@ def test_a_response_in_the_background_is_asked_for_until_it_is_there(
 
 @pytest.mark.parametrize("wrong", [{"model": "gpt-6"}, {"previous_response_id": "resp_1"}])
 def test_a_wrong_response_in_the_background_fails(client: OpenAI, wrong: dict[str, Any]) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "input": "Hi", "background": True}
-    made = client.responses.create(**asked | wrong)
+    asked: dict[str, Any] = {"model": "tiny", "input": "Hi", "background": True} | wrong
+    made = client.responses.create(**asked)
     until(lambda: client.responses.retrieve(made.id).status == "failed")
-    error = client.responses.retrieve(made.id).error
-    assert error is not None
-    assert error.code == "invalid_prompt"
-    assert next(iter(wrong)) in error.message
+    client.files.delete(client.batches.retrieve(made.id.replace("resp", "batch")).input_file_id)
+    found = client.responses.retrieve(made.id)
+    assert found.model == asked["model"]
+    assert found.error is not None
+    assert found.error.code == "invalid_prompt"
+    assert next(iter(wrong)) in found.error.message
 
 
 def test_a_response_can_neither_stream_nor_be_had_at_once(client: OpenAI) -> None:
@@ -356,10 +360,23 @@ def test_a_response_can_neither_stream_nor_be_had_at_once(client: OpenAI) -> Non
             client.responses.create(model="tiny", input="Hi", **more)
 
 
-def test_a_batch_of_chat_lines_is_no_response(client: OpenAI) -> None:
-    batch = ended(client, submit(client, [ask("a")]))
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(batch.id.replace("batch", "resp"))
+def test_a_response_names_its_model(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(input="Hi", background=True)
+    assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "model", "n_lines"),
+    [(CHAT, "tiny", 1), (RESPONSES, "tiny", 1), (RESPONSES, "gpt-6", 2)],
+)
+def test_a_batch_is_no_response(client: OpenAI, endpoint: str, model: str, n_lines: int) -> None:
+    body = {"model": model, "input": "Hi"} if endpoint == RESPONSES else ask("")["body"]
+    lines = [ask(str(n)) | {"url": endpoint, "body": body} for n in range(n_lines)]
+    batch = ended(client, submit(client, lines, endpoint=endpoint))
+    for call in (client.responses.retrieve, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            call(batch.id.replace("batch", "resp"))
 
 
 def test_models_health_metrics_and_the_pages(client: OpenAI, served: Served) -> None:
@@ -383,6 +400,8 @@ def test_models_health_metrics_and_the_pages(client: OpenAI, served: Served) -> 
         ("POST", "/v1/batches", {"content": b"{"}, 400),
         ("POST", "/v1/batches", {"json": []}, 400),
         ("POST", "/v1/batches", {"content": b"x" * (2 << 20)}, 413),
+        ("POST", RESPONSES, {"json": {"background": True, "model": "x" * 5000}}, 400),
+        ("POST", RESPONSES, {"content": rb'{"background": true, "model": "\ud800"}'} | JSON, 400),
         ("GET", "/v1/batches?limit=0", {}, 400),
         ("GET", "/v1/batches?limit=x", {}, 400),
         ("GET", "/v1/files/..%2F..%2Fserve.db/content", {}, 404),
