@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from batchkit.serve.batch import UNFINISHED, NewBatch, added_batch, moved
 from batchkit.serve.clock import wall_s
@@ -45,14 +45,14 @@ class FlexRequest(BaseModel):
     background: bool | None = None
     stream: Literal[False] | None = None
 
-    @model_validator(mode="after")
-    def _may_wait(self) -> Self:
-        if self.service_tier != "flex" and not self.background:
-            raise ValueError(
+    def check_can_wait(self, endpoint: str) -> None:
+        """Raise ApiProblem if the client expects the answer at once."""
+        if self.service_tier != "flex" and not (self.background and endpoint == _RESPONSES):
+            text = (
                 'this server answers batches: use /v1/batches, or set service_tier = "flex" and wait'
                 " (in /v1/responses also background = true)"
             )
-        return self
+            raise ApiProblem(400, text, code="invalid_value")
 
 
 def flex_routes(settings: Settings, store: Store) -> APIRouter:
@@ -60,11 +60,13 @@ def flex_routes(settings: Settings, store: Store) -> APIRouter:
 
     @routes.post(_CHAT)
     async def create_chat_completion(request: Request, asked: FlexRequest) -> Response:
+        asked.check_can_wait(_CHAT)
         body = asked.model_dump(exclude_unset=True)
         return await _when_ended(_CHAT, body, request, settings, store)
 
     @routes.post(_RESPONSES)
     async def create_response(request: Request, asked: FlexRequest) -> Response:
+        asked.check_can_wait(_RESPONSES)
         body = asked.model_dump(exclude_unset=True, exclude={"background"})
         if not asked.background:
             return await _when_ended(_RESPONSES, body, request, settings, store)

@@ -312,7 +312,10 @@ def test_flex_requests_wait_for_their_answer(client: OpenAI) -> None:
         flex(client, model="gpt-6")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     wrong: tuple[dict[str, Any], ...] = ({"stream": True}, {"messages": None}, {"model": 1 << 70})
-    for more in (*wrong, {"service_tier": "auto"}):
+    tiers: tuple[dict[str, Any], ...] = tuple(
+        {"service_tier": "auto", "extra_body": body} for body in ({}, {"background": True})
+    )
+    for more in (*wrong, *tiers):
         with pytest.raises(openai.BadRequestError):
             flex(client, **more)
 
