@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,24 +17,29 @@ from tests.support import embed_runs
 from tests.support.command_line import batchkit
 from tests.support.dry_runs import LOG, RUN, finished, prepare, run, write_job, write_rows
 from tests.support.environments import with_tables
-from tests.support.own_process import batchkit as in_a_process
 
 pytestmark = [pytest.mark.release, pytest.mark.usefixtures("in_an_empty_folder")]
 
 FORMATS = pytest.mark.parametrize("kind", ["lance", "delta"])
+IMPORTED = dict[str, ModuleType]()  # Lance can't be imported twice in a process
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _libraries() -> Iterator[None]:
-    """Lance and Delta can be imported; all packages that they share with batchkit are those of the tests."""
+    """Lance and Delta can be imported, by this module's tests only; all packages that they share with batchkit are those
+    of the tests."""
     (site,) = with_tables().glob("lib/*/site-packages")
     sys.path.append(str(site))
+    sys.modules.update(IMPORTED)
     yield
     sys.path.remove(str(site))
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(site)):
+            IMPORTED[name] = sys.modules.pop(name)
 
 
 def read(path: str, version: int | None = None) -> pa.Table:
-    if path.endswith(".lance"):
+    if path.endswith("lance"):
         import lance
 
         return lance.dataset(path, version=version).to_table()
@@ -43,7 +50,7 @@ def read(path: str, version: int | None = None) -> pa.Table:
 
 
 def write(path: str, table: pa.Table) -> None:
-    if path.endswith(".lance"):
+    if path.endswith("lance"):
         import lance
 
         lance.write_dataset(table, path)
@@ -68,7 +75,7 @@ def test_a_table_has_the_rows_and_the_types_of_parquet(kind: str) -> None:
     batchkit("export", RUN, "all.parquet").ok()
     wanted = pq.read_table("all.parquet")
     said = export(str(RUN), f"all.{kind}")
-    assert f"all.{kind}: 2 rows, " in said
+    assert re.search(rf"^all.{kind}: 2 rows, [\d,]+ bytes in all versions$", said, re.MULTILINE)
     found = read(f"all.{kind}")
     changed = {"Text": "fields_Text", "n.m": "n_m"}  # Delta ignores case, Lance has no dots
     names = [changed.get(name, name) for name in wanted.column_names]
@@ -78,6 +85,7 @@ def test_a_table_has_the_rows_and_the_types_of_parquet(kind: str) -> None:
     assert (shown["rows"], shown["path"]) == (2, f"{RUN}/results.{kind}")
     found = [path for path in Path(shown["path"]).rglob("*") if path.is_file()]
     assert shown["bytes"] == sum(path.stat().st_size for path in found)
+    assert shown["ratio"] is None  # the bytes are those of all versions
 
 
 @FORMATS
@@ -95,11 +103,14 @@ def test_a_table_has_the_vectors(kind: str, dtype: str) -> None:
 
 @FORMATS
 def test_a_second_export_is_a_new_version_of_the_table(kind: str) -> None:
-    """An export that fails leaves the older version."""
+    """An export that fails leaves the older version, or no table."""
     finished(3, output={"keep": "*"})
     path = f"a.{kind}"
     export(str(RUN), path)
     write_rows([{"key": "k0", "q": "question 0"}])
+    there = set(Path().iterdir())
+    export(str(RUN), f"new.{kind}", exit_code=2)
+    assert set(Path().iterdir()) == there
     refused = export(str(RUN), path, exit_code=2)
     assert "restore the input, or give --without-input" in refused
     assert refused.count("\n") == 1
@@ -114,14 +125,57 @@ def test_a_second_export_is_a_new_version_of_the_table(kind: str) -> None:
 
 
 @FORMATS
-def test_a_table_of_another_program_is_replaced_only_with_force(kind: str) -> None:
+@pytest.mark.parametrize("name", ["other.{}", "other-{}"])
+def test_a_table_of_another_program_is_replaced_only_with_force(kind: str, name: str) -> None:
     finished(3)
-    path = f"other.{kind}"
+    path = name.format(kind)
     write(path, pa.table({"a": [1]}))
-    assert "exists, and was not written by batchkit" in export(str(RUN), path, exit_code=2)
+    refused = export(str(RUN), f"--{kind}", path, exit_code=2)
+    assert "exists, and was not written by batchkit" in refused
     assert read(path).column_names == ["a"]
-    export(str(RUN), path, "--force")
+    export(str(RUN), f"--{kind}", path, "--force")
     assert read(path).num_rows == 3
+    export(str(RUN), f"--{kind}", path)
+
+
+@FORMATS
+@pytest.mark.parametrize("name", ["notes.{}", "notes-{}"])
+def test_a_folder_with_other_files_gets_a_table_only_with_force(kind: str, name: str) -> None:
+    finished(3)
+    path = name.format(kind)
+    Path(path).mkdir()
+    (note := Path(path, "note.txt")).write_text("x")
+    refused = export(str(RUN), f"--{kind}", path, exit_code=2)
+    assert "exists, and was not written by batchkit" in refused
+    assert list(Path(path).iterdir()) == [note]
+    export(str(RUN), f"--{kind}", path, "--force")
+    assert (read(path).num_rows, note.read_text()) == (3, "x")
+
+
+@FORMATS
+def test_an_empty_folder_gets_a_table(kind: str) -> None:
+    finished(3)
+    Path(f"empty.{kind}").mkdir()
+    export(str(RUN), f"empty.{kind}")
+    assert read(f"empty.{kind}").num_rows == 3
+
+
+def test_a_delta_table_that_was_cleaned_up_is_still_batchkits() -> None:
+    from deltalake import DeltaTable, write_deltalake
+
+    def clean_up() -> str:
+        table = DeltaTable("a.delta")
+        table.optimize.z_order(["id"])
+        table.vacuum(0, dry_run=False, enforce_retention_duration=False)
+        return str(table.history(1)[0]["operation"])
+
+    finished(3)
+    export(str(RUN), "a.delta")
+    assert clean_up() == "VACUUM END"
+    export(str(RUN), "a.delta")
+    write_deltalake("a.delta", pa.table({"id": ["x"]}), mode="overwrite", schema_mode="overwrite")
+    assert clean_up() == "VACUUM END"
+    assert "not written by batchkit" in export(str(RUN), "a.delta", exit_code=2)
 
 
 @FORMATS
@@ -146,6 +200,8 @@ def test_tables_that_can_not_be_written_are_refused_in_one_line(kind: str) -> No
         refused = export(str(RUN), target, exit_code=2)
         assert message in refused
         assert refused.count("\n") == 1
+    done = run("--output", f"file.{kind}")
+    assert (done.exit_code, f"--output file.{kind}: exists" in done.stderr) == (2, True)
     other = {"lance": "delta", "delta": "lance"}[kind]
     refused = export(str(RUN), f"--{kind}", f"a.{other}", exit_code=2)
     assert f"--{kind} writes .{kind} files; " in refused
@@ -158,11 +214,13 @@ def test_tables_that_can_not_be_written_are_refused_in_one_line(kind: str) -> No
 
 
 @FORMATS
-def test_a_missing_package_is_named_before_the_run_starts(kind: str) -> None:
-    """The tests' own environment does not have them."""
+def test_a_missing_package_is_named_before_the_run_starts(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare(3)
     package = {"lance": "lance", "delta": "deltalake"}[kind]
-    done = in_a_process("run", "job.toml", "--output", f"out.{kind}", cwd=Path.cwd())
-    assert done.returncode == 2
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    done = run("--output", f"out.{kind}")
+    assert done.exit_code == 2
     assert f"--output out.{kind}: {package} is not installed: pip install" in done.stderr
     assert not RUN.exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,11 @@ pytestmark = pytest.mark.release
 
 
 def test_the_tables_are_written_and_read(tmp_path: Path) -> None:
+    environment = with_tables()
     printed = run_page(
         "lance-and-delta",
         tmp_path,
-        environment=with_tables(),
+        environment=environment,
         replaced={'model = "Qwen/Qwen3-8B"': 'kind = "dry-run"'},
         variables={"PYTHONPATH": str(ROOT)},
     )
@@ -25,3 +28,5 @@ def test_the_tables_are_written_and_read(tmp_path: Path) -> None:
     assert "replies.delta: 3 rows, " in printed
     assert "shape: (3, 2)" in printed
     assert "\n1 3\n" in printed
+    again = [environment / "bin/batchkit", "export", "output/replies", "replies.delta"]
+    subprocess.run(again, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)

@@ -23,7 +23,6 @@ from batchkit.commands.export.outputs import (
     check_table,
     export_of,
     exporting,
-    is_foreign,
     refuse_own_file,
 )
 from batchkit.config.export_target import SUFFIXES, Target, is_dataset
@@ -79,17 +78,20 @@ class Exported(NamedTuple):
     source_bytes: int
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> float | None:
+        """Size relative to ``results.jsonl``; None for a table, because its bytes are those of all its versions."""
+        if export_of(self.format).package:
+            return None
         return self.bytes / self.source_bytes if self.source_bytes else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "ratio": round(self.ratio, 4)}
+        return {**self._asdict(), "ratio": self.ratio and round(self.ratio, 4)}
 
     def to_text(self) -> str:
-        return (
-            f"{self.path}: {self.rows:,} rows, {self.bytes:,} bytes,"
-            f" {self.ratio:.2f} × the {self.source_bytes:,} of results.jsonl"
-        )
+        size = f"{self.path}: {self.rows:,} rows, {self.bytes:,} bytes"
+        if self.ratio is None:
+            return f"{size} in all versions"
+        return f"{size}, {self.ratio:.2f} × the {self.source_bytes:,} of results.jsonl"
 
 
 def export(
@@ -141,9 +143,9 @@ def export(
     def write(path: Path, say: Say, lacks: Say) -> dict[Path, int]:
         refuse_own_file(path, folder)
         _check_suffix(path, target.format, own.suffix, is_table=bool(form.package))
-        if not force and is_foreign(path):
+        if not force and form.is_foreign(path):
             raise JobError(
-                f"{path}: exists, and was not written by batchkit; give another file, or replace it with --force"
+                f"{path}: exists, and was not written by batchkit; give another path, or replace it with --force"
             )
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,35 @@ from batchkit.storage.vectors import VECTORS, segments_of
 _OWN_FILES = (RESULTS, STEPS, CHECKPOINT, MANIFEST, STARTS, JOB, LOG, SCORES, METRICS, LOCK)
 
 
+def is_foreign_file(path: Path) -> bool:
+    """Return True if ``path`` is a file that batchkit did not write. Its first bytes decide; an empty file is not
+    foreign."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    match path.suffix.lower():
+        case ".csv":
+            return not _beginning(path).startswith(b"index,id,")
+        case ".jsonl":
+            return b'"custom_id":' not in (line := _beginning(path)) and b'"attempt":' not in line
+        case ".parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            try:
+                return b"batchkit.run" not in (pq.read_schema(path).metadata or {})
+            except (pa.ArrowException, OSError):
+                return True
+    return False
+
+
+def _beginning(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read(1 << 16)
+    except OSError:
+        return b""
+
+
 class Export(NamedTuple):
     """An export format.
 
@@ -42,12 +71,15 @@ class Export(NamedTuple):
       second function is for missing columns of the input.
     - ``package``: the package that writes the format, if the format is a table in a folder. The extra with the name of
       the format installs it.
+    - ``is_foreign``: a function that returns True if the output path is not an older export, so that only ``--force``
+      replaces it.
     """
 
     write: Callable[..., dict[Path, int]]
     name: str = ""
     says: bool = False
     package: str = ""
+    is_foreign: Callable[[Path], bool] = is_foreign_file
 
 
 def export_of(name: str) -> Export:
@@ -76,7 +108,7 @@ def output_target(text: str, job: JobConfig) -> Target:
     check_table(target, "--output")
     files = input_files(job.input)
     if not target.is_remote:
-        _check_writable(Path(text), files, is_table=bool(export_of(target.format).package))
+        _check_writable(Path(text), files, export_of(target.format))
     is_batch = {format_of(file, job.input) for file in files} == {"openai-batch"}
     return target._replace(format="openai") if is_batch and target.format == "jsonl" else target
 
@@ -94,8 +126,8 @@ def check_table(target: Target, key: str = "FILE") -> None:
         )
 
 
-def _check_writable(path: Path, inputs: Sequence[str], *, is_table: bool) -> None:
-    if path.is_dir() and not is_table:
+def _check_writable(path: Path, inputs: Sequence[str], form: Export) -> None:
+    if path.is_dir() and not form.package:
         raise JobError(f"--output {path}: is a folder; give a file in it")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -103,9 +135,9 @@ def _check_writable(path: Path, inputs: Sequence[str], *, is_table: bool) -> Non
         raise JobError(f"--output {path}: {folder} {problem}; choose another folder")
     if path.exists() and any(Path(file).exists() and path.samefile(file) for file in inputs):
         raise JobError(f"--output {path}: is the input; write to another file")
-    if is_foreign(path):
+    if form.is_foreign(path):
         raise JobError(
-            f"--output {path}: exists, and was not written by batchkit; give another file"
+            f"--output {path}: exists, and was not written by batchkit; give another path"
         )
 
 
@@ -124,39 +156,6 @@ def check_folder(place: str, job: JobConfig) -> None:
         problem = "has the input"
     if problem:
         raise JobError(f"output.export: {bare(place)}: {problem}; name another folder")
-
-
-def is_foreign(path: Path) -> bool:
-    """Return True if ``path`` is a file or table that batchkit did not write. The first bytes of a file decide; an empty
-    file is not foreign."""
-    if path.is_dir() and path.suffix.lower() in (".lance", ".delta"):
-        from batchkit.commands.export.tables import is_foreign_table
-
-        return is_foreign_table(path)
-    if not path.is_file() or not path.stat().st_size:
-        return False
-    match path.suffix.lower():
-        case ".csv":
-            return not _beginning(path).startswith(b"index,id,")
-        case ".jsonl":
-            return b'"custom_id":' not in (line := _beginning(path)) and b'"attempt":' not in line
-        case ".parquet":
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
-            try:
-                return b"batchkit.run" not in (pq.read_schema(path).metadata or {})
-            except (pa.ArrowException, OSError):
-                return True
-    return False
-
-
-def _beginning(path: Path) -> bytes:
-    try:
-        with open_regular(path) as file:
-            return file.read(1 << 16)
-    except OSError:
-        return b""
 
 
 @contextmanager

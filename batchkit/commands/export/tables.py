@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,16 +14,19 @@ from batchkit.commands.export.outputs import Export, refuse_own_file
 from batchkit.errors import StoreError
 from batchkit.runs.inputs import InputColumns
 from batchkit.runs.layout import Layout
+from batchkit.storage.files import building
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 _MARK = "batchkit.run"  # a key of ``about_run``
-_LOGS = {".lance": "_versions", ".delta": "_delta_log"}
+_LOGS = {"lance": "_versions", "delta": "_delta_log"}
+_UPKEEP = ("VACUUM", "OPTIMIZE")  # Delta operations that leave the rows as they are
 
 
 def _write(kind: str, folder: Path, path: Path, say: Say, lacks: Say) -> dict[Path, int]:
-    """Write a table in the format ``kind``. An error leaves the older version of the table as it was."""
+    """Write a table in the format ``kind``. An error leaves the older version of the table as it was, and no new
+    folder."""
     import pyarrow as pa
 
     from batchkit.runs.table import read_batches, schema_of
@@ -49,7 +53,8 @@ def _write(kind: str, folder: Path, path: Path, say: Say, lacks: Say) -> dict[Pa
     about = about_run(folder)
     reader = pa.RecordBatchReader.from_batches(schema.with_metadata(about), batches())
     try:
-        _WRITERS[kind](path, reader, about)
+        with nullcontext(path) if path.exists() else building(path) as place:
+            _WRITERS[kind](place, reader, about)
     except Exception as error:  # the libraries raise OSError, ValueError and bare exceptions
         if stopped_by:  # the library's error only quotes it
             raise stopped_by[0] from None
@@ -60,7 +65,7 @@ def _write(kind: str, folder: Path, path: Path, say: Say, lacks: Say) -> dict[Pa
 def _write_lance(path: Path, reader: pa.RecordBatchReader, about: Mapping[str, str]) -> None:
     import lance
 
-    lance.write_dataset(reader, path, mode="overwrite" if _is_table(path, ".lance") else "create")
+    lance.write_dataset(reader, path, mode="overwrite" if _is_table(path, "lance") else "create")
 
 
 def _write_delta(path: Path, reader: pa.RecordBatchReader, about: Mapping[str, str]) -> None:
@@ -74,29 +79,38 @@ def _write_delta(path: Path, reader: pa.RecordBatchReader, about: Mapping[str, s
 
 _WRITERS = {"lance": _write_lance, "delta": _write_delta}
 
-LANCE = Export(partial(_write, "lance"), says=True, package="lance")
-DELTA = Export(partial(_write, "delta"), says=True, package="deltalake")
 
-
-def is_foreign_table(path: Path) -> bool:
-    """Return True if the folder ``path`` is a table whose newest version batchkit did not write."""
-    suffix = path.suffix.lower()
-    if not _is_table(path, suffix):
-        return False
+def _is_foreign(kind: str, path: Path) -> bool:
+    """Return True unless batchkit wrote the newest data of the table ``path``, or there is nothing yet."""
+    if not _is_table(path, kind):
+        return path.exists() and (not path.is_dir() or any(path.iterdir()))
     try:
-        if suffix == ".lance":
+        if kind == "lance":
             import lance
 
             return _MARK.encode() not in (lance.dataset(path).schema.metadata or {})
         from deltalake import DeltaTable
 
-        return _MARK not in DeltaTable(path).history(1)[0]
+        commits = DeltaTable(path).history()
+        newest = next(one for one in commits if not one["operation"].startswith(_UPKEEP))
+        return _MARK not in newest
     except Exception:  # a damaged table
         return True
 
 
-def _is_table(path: Path, suffix: str) -> bool:
-    return (path / _LOGS[suffix]).is_dir()
+def _is_table(path: Path, kind: str) -> bool:
+    return (path / _LOGS[kind]).is_dir()
+
+
+LANCE = Export(
+    partial(_write, "lance"), says=True, package="lance", is_foreign=partial(_is_foreign, "lance")
+)
+DELTA = Export(
+    partial(_write, "delta"),
+    says=True,
+    package="deltalake",
+    is_foreign=partial(_is_foreign, "delta"),
+)
 
 
 def _with_allowed_names(layout: Layout) -> Layout:
