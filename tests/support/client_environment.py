@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
 from filelock import FileLock
 
 from batchkit.runs.status import counts_of
+from batchkit.storage.files import cache_folder
 from tests.support.api_server import serving
 from tests.support.environments import installed
 from tests.support.how_to import run_page
 from tests.support.paths import ROOT
 
-FOLDER = Path.home() / ".cache" / "batchkit" / "clients"
+FOLDER = cache_folder("clients")
 NEWEST = "2026-11-30"  # uv leaves out what was published later, also of what the packages need
 MODEL = ("--model", "batchkit-demo", "--set", "engine.kind=dry-run")
 ADDRESS = "http://127.0.0.1:8080"  # in the pages
@@ -22,7 +24,7 @@ ADDRESS = "http://127.0.0.1:8080"  # in the pages
 def client_environment(name: str, *packages: str) -> Path:
     """The environment ``name`` with ``packages``. It is made once, and kept in the user's cache folder."""
     place = FOLDER / name
-    made_of, wanted = place / "packages.txt", "\n".join([*packages, NEWEST])
+    made_of, wanted = place / "packages.txt", "\n".join([sys.version, *packages, NEWEST])
     place.mkdir(parents=True, exist_ok=True)
     with FileLock(FOLDER / f"{name}.lock"):
         if made_of.exists() and made_of.read_text() == wanted:
