@@ -18,5 +18,6 @@ PAGES = {
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, source in PAGES.items():
         text = Path(source).read_text(encoding="utf-8").replace("](docs/", "](")
+        text = text.replace("](SECURITY.md)", "](security.md)")
         files.append(File.generated(config, name, content=text))
     return files
