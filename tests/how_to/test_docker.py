@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.chat_server import serving
+from tests.support.environments import wheel
 from tests.support.how_to import run_page
 from tests.support.paths import ROOT
-from tests.support.wheel import build
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
 
@@ -48,7 +48,7 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_page(buildah: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
-    build(tmp_path / "dist")
+    wheel(tmp_path / "dist", "")
     (tmp_path / "reviews.csv").write_text("review\nThe tea was hot.\nCold tea.\n")
     with serving() as server:
         replaced = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -62,7 +63,13 @@ def test_pods_share_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     (pod,) = yaml.safe_load(JOB.read_text("utf-8"))["spec"]["template"]["spec"]["containers"]
     command = " ".join(pod["command"]).replace("/job/", "")
-    pods = [subprocess.Popen(command.replace("/scratch", f"scratch{n}").split()) for n in range(2)]
+    programs = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    pods = [
+        subprocess.Popen(
+            command.replace("/scratch", f"scratch{n}").split(), env=os.environ | programs
+        )
+        for n in range(2)
+    ]
     assert [pod.wait(200) for pod in pods] == [0, 0]
     listed = batchkit("status", f"file://{tmp_path}/store/a.joined", "--json").ok().json
     assert len(listed["runs"]) == 2

@@ -23,7 +23,10 @@ INSTALL = """python3 -m venv /opt/batchkit/.venv
     /opt/batchkit/.venv/bin/pip install '/usr/src/batchkit-vllm[vllm,serve]'"""
 INSTALLED = f"""mkdir -p /opt/batchkit
     ln -s {ROOT}/.venv /opt/batchkit/.venv
-    chmod o+x /root /root/.cache"""
+    chmod o+x {Path.home()}"""
+UNIT = "/etc/systemd/system/batchkit-serve.service"
+# A service with a private /tmp does not see a checkout in it.
+PRIVATE = "s/PrivateTmp=true//" if ROOT.is_relative_to("/tmp") else ""
 
 
 def test_the_unit_starts_restarts_after_a_kill_and_continues_a_batch(tmp_path: Path) -> None:
@@ -33,7 +36,7 @@ def test_the_unit_starts_restarts_after_a_kill_and_continues_a_batch(tmp_path: P
             replaced = {
                 INSTALL: INSTALLED,
                 "/usr/src/batchkit-vllm/deploy/batchkit-serve.service /etc/systemd/system/": f"{ROOT}/deploy/batchkit-serve.service /etc/systemd/system/"
-                f"\n    sed -i 's/--port 8080/--port {port}/' /etc/systemd/system/batchkit-serve.service",
+                f"\n    sed -i 's/--port 8080/--port {port}/;{PRIVATE}' {UNIT}",
                 "Qwen/Qwen3-4B": "batchkit-demo",
                 "max_model_len = 8192": "max_model_len = 512, enforce_eager = true",
                 "127.0.0.1:8080": f"127.0.0.1:{port}",
