@@ -114,8 +114,8 @@ def generate(
 
 
 def _with_used_columns(rows: Any, job: JobConfig) -> Any:
-    """Return ``rows`` without the columns that the job does not use, if they are a DataFrame. Otherwise, the column
-    of answers that a notebook adds to the DataFrame would make the same call another run."""
+    """Return a DataFrame with only the columns that the job uses; return other rows unchanged. A notebook adds the
+    answers to the DataFrame as a column, and the same call must then still be the same run."""
     is_frame = hasattr(rows, "iloc") and hasattr(rows, "columns")
     has_prompt = bool(job.prompt.user or job.prompt.user_file or job.steps)
     used = {"id", *prompt_columns(job), *_names_in(job.model_dump())}

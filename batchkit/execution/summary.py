@@ -158,7 +158,7 @@ class RunSummary:
         return frame
 
     def _repr_html_(self) -> str:
-        """Return HTML for notebooks, like that of ``Run``."""
+        """Return the HTML that a notebook shows for the ``Run``."""
         from batchkit.runs.run import Run
 
         return Run(self.folder)._repr_html_()

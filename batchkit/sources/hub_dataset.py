@@ -1,4 +1,4 @@
-"""A dataset on the Hugging Face hub as input: ``hf://datasets/OWNER/NAME`` stands for its Parquet files."""
+"""A dataset on the Hugging Face hub as input: ``hf://datasets/OWNER/NAME`` means all its Parquet files."""
 
 from __future__ import annotations
 

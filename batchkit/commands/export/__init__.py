@@ -79,7 +79,7 @@ class Exported(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Size relative to ``results.jsonl``; None for a table, because its bytes are those of all its versions."""
+        """Size relative to ``results.jsonl``; None for a table, which also contains its older versions."""
         if export_of(self.format).package:
             return None
         return self.bytes / self.source_bytes if self.source_bytes else 0.0
