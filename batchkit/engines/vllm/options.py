@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, get_args, get_type_hints
@@ -265,11 +265,10 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
         RequestError: A name or a type is wrong; the message names the parameter.
     """
     import msgspec
-    from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    known = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+    known = _sampling_names()
     if unknown := [name for name in sampling if name not in known]:
         raise RequestError(
             "\n".join(
@@ -290,7 +289,15 @@ def sampling_params(sampling: Mapping[str, Any]) -> Any:
             "sampling.prompt_logprobs: batchkit can't store these; remove this parameter"
         )
     params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.skip_clone = True  # these belong to one request, so vLLM needs no deep copy of them
     return params
+
+
+@cache
+def _sampling_names() -> Sequence[str]:
+    from vllm import SamplingParams
+
+    return [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
 
 
 def limits_of(vllm_config: Any) -> dict[str, Any]:

@@ -221,7 +221,8 @@ class VllmRenderer:
         }
 
     def tokenizing(self, tokenization: Any, more: Mapping[str, Any]) -> Any:
-        return replace(tokenization, **{**self._tokenization, **more})
+        changed = {**self._tokenization, **more}
+        return replace(tokenization, **changed) if changed else tokenization
 
 
 def _tokenization(job: JobConfig) -> dict[str, Any]:
