@@ -193,6 +193,7 @@ def test_passages_get_scores_and_an_order_from_vllm(tmp_path: Path) -> None:
         assert record["fields"]["best"] in order
 
 
+@pytest.mark.release
 def test_a_draft_is_judged_and_revised_on_vllm(tmp_path: Path) -> None:
     records = run_on_vllm("draft_judge_revise", tmp_path)
     for record in records:

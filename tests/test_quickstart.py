@@ -73,6 +73,7 @@ def test_nine_of_ten_questions_are_answered_right(on_vllm: Run) -> None:
     assert equal / len(right) == on_vllm.exact
 
 
+@pytest.mark.release
 def test_transformers_gives_the_same_answers(on_vllm: Run, tmp_path: Path) -> None:
     by_transformers = run(
         tmp_path,

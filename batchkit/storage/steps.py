@@ -140,7 +140,9 @@ class StepsLog:
         Raises:
             StoreError: the disk fails.
         """
-        places = self._places.get(index, ())
+        places = self._places.get(index)
+        if places is None:
+            return []
         with disk_errors(self.log.path, "can't be read"):
             return [self._read(*place) for place in zip(places[::2], places[1::2], strict=True)]
 

@@ -107,6 +107,7 @@ def test_preemptions_are_counted(vllm_job: Callable[..., JobConfig]) -> None:
     assert preempted > 0
 
 
+@pytest.mark.release
 def test_drafts_of_speculative_decoding_are_counted(vllm_job: Callable[..., JobConfig]) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     ngram |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}

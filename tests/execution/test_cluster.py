@@ -114,6 +114,7 @@ def test_a_worker_or_a_node_that_is_gone_costs_nothing_but_a_second_run_of_its_r
     assert verify(tmp_path / "output/faulty").is_sound
 
 
+@pytest.mark.release
 def test_a_row_that_kills_workers_is_found_and_fails_alone(
     ray_head: RayHead, two: list[str], tmp_path: Path
 ) -> None:

@@ -191,6 +191,7 @@ def test_failed_rows_are_retried_by_the_workers(in_a_folder: Path) -> None:
     assert [record["attempt"] for record in newest(in_a_folder)] == [1, 2, 1]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("count", "words"), [(2, "all 2 workers failed"), ("auto", "no worker is left")]
 )
@@ -206,6 +207,7 @@ def test_a_worker_whose_engine_can_not_start_leaves_its_place_to_the_next_until_
             )  # a place for one
 
 
+@pytest.mark.release
 def test_workers_that_join_are_paid_for_from_then_on(in_a_folder: Path) -> None:
     slow = {"kind": "dry-run", "options": {"latency_s": 0.02}}
     workers = {"count": "auto", "gpus": GPUS // 2, "cpus": 1}

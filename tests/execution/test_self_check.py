@@ -117,6 +117,7 @@ def test_a_row_with_the_adapter_of_another_stops_the_run(tmp_path: Path, text_mo
     assert checks_of(tmp_path)["different"] > 0
 
 
+@pytest.mark.release
 def test_compare_self_finds_the_rows_and_the_setting_that_cures_them(
     tmp_path: Path, text_model: Path
 ) -> None:
@@ -134,6 +135,7 @@ def test_compare_self_finds_the_rows_and_the_setting_that_cures_them(
     assert (tmp_path / "output/run/results.jsonl").read_bytes() == before
 
 
+@pytest.mark.release
 def test_a_check_that_is_killed_is_repeated_by_the_next_start(
     tmp_path: Path, text_model: Path
 ) -> None:

@@ -151,6 +151,7 @@ def test_rows_that_can_be_read_only_once_are_refused_where_engines_take_turns() 
     assert not RUN.exists()
 
 
+@pytest.mark.release
 def test_a_retry_gives_engines_their_turns(tmp_path: Path) -> None:
     broken = own(f"{COMMAND} --dies-of q7")
     write(engines={"judge": broken}, run={"max_engine_restarts": 20})

@@ -40,6 +40,7 @@ class Hostile(NamedTuple):
     words: str | None = None
 
 
+@pytest.mark.release
 def test_200_hostile_clips_fail_alone_in_bounded_time_and_memory(tmp_path: Path) -> None:
     hostile, rows = [clip for make in _CLASSES for clip in make()], []
     assert len({clip.name for clip in hostile}) == len(hostile) >= 200

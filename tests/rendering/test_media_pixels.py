@@ -305,6 +305,7 @@ def write_huge_png(path: Path, row: bytes) -> None:
             PngImagePlugin.putchunk(file, kind, data)
 
 
+@pytest.mark.release
 def test_233_megapixels_load_within_the_stated_memory(tmp_path: Path) -> None:
     write_huge_png(tmp_path / "huge.png", b"\xc8\0\0\xff" * 2718 + bytes(4) * 2718)
     gradient().save(tmp_path / "small.png")

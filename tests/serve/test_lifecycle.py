@@ -156,6 +156,7 @@ def _completed(client: openai.OpenAI, name: str) -> int:
     return 0 if counts is None else counts.completed
 
 
+@pytest.mark.release
 def test_a_higher_priority_goes_first(
     client: openai.OpenAI, ask: Callable[..., dict[str, Any]]
 ) -> None:
