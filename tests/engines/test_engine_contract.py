@@ -257,6 +257,14 @@ WRONG_JOBS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+def test_a_name_of_another_engine_is_not_suggested_again() -> None:
+    engine = {"kind": "dry-run", "options": {"max_model_len": 5}}
+    with pytest.raises(
+        JobError, match=r"max_model_len: kind = \"dry-run\" has no such name; known: "
+    ):
+        open_preflight(JobConfig.model_validate({"engine": engine}))
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(("wrong", "of_vllm", "of_transformers"), WRONG_JOBS)
 def test_a_wrong_job_is_refused_before_the_model_loads(
