@@ -247,7 +247,7 @@ class RunEngines:
 
         def load(launcher: Launcher) -> LoadedEngine:
             engine = open_engine(reduced, launcher)
-            return LoadedEngine(engine, spec, ladder.reductions, hub_commits(reduced))
+            return LoadedEngine(engine, spec, ladder.reductions, hub_commits(reduced.engine))
 
         # Only the first load is in the run's thread, which handles signals.
         in_thread = place.of > 1 and place.id in self._loaded

@@ -21,7 +21,7 @@ from batchkit.config.masking import FINGERPRINT, MASK, home_of, masked, secrets_
 from batchkit.config.regular_file import exists, is_file, read_bytes, read_text
 from batchkit.config.server_command import files_named, what_decides_answers
 from batchkit.config.speed_options import SPEED_OPTIONS
-from batchkit.config.tables import JobConfig, StepTable, Table
+from batchkit.config.tables import EngineTable, JobConfig, StepTable, Table
 from batchkit.config.tables.base import Mark
 from batchkit.config.terminal import shortened
 from batchkit.config.tool_definitions import is_template, tools_in
@@ -35,7 +35,6 @@ _CREDENTIAL = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w+/=%.~-]{20,}", re.ASCII)
 _FILE_OPTIONS = ("tokenizer", "generation_config", "hf_config_path")
 # These formats change the weights; other formats only read the same weights in another way.
 _LOAD_FORMATS = ("dummy", "bitsandbytes")
-_LEARNED = ("engine.commits", "engine.served")  # known once an engine is loaded, or has answered
 # Under these keys the order of a dict matters, because it is part of a prompt or of a schema.
 _ORDERED = (
     "vars.",
@@ -47,7 +46,9 @@ _ORDERED = (
     "prompt.tools",
 )
 # Keys of an engine that name its model.
-_MODEL = ("kind", "model", "lora", "options.revision", "server.command")
+_MODEL = {
+    f"engine.{name}" for name in ("kind", "model", "lora", "options.revision", "server.command")
+}
 # Keys of [scoring] that change which choice [select] picks.
 _READ_TO_SELECT = {
     *("extract", "choices", "reference", "reference_run", "scorers", "mode", "rules"),
@@ -88,20 +89,16 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> I
 
     ``prompt_files``: hashes of the files that the prompts of all rows include.
     """
-    settings = dict(_marked(job))
-    files, found = _files_of_engine(job), _facts_of_engine(job)
-    for name in ("steps", "engines", "prompt.system_file", "prompt.user_file", "retry.reask_note"):
+    of_engines = engine_identity(job)
+    settings = {
+        key: value for key, value in _marked(job) if not key.startswith(("engine.", "engines"))
+    }
+    for name in ("steps", "prompt.system_file", "prompt.user_file", "retry.reask_note"):
         del settings[name]
     settings |= {f"vars.{name}": value for name, value in settings.pop("vars").items()}
     settings |= {"prompt.texts": job.prompt.texts or None, **_of_texts(job)}
-    settings |= _settings_of_engine(job, settings)
     for step in job.steps:
         settings |= _of_step(job, step)
-    for name, engine in job.engines.items():
-        its = identity(JobConfig(engine=engine))
-        settings |= _of_named_engine(name, its.job)
-        files |= _of_named_engine(name, its.files)
-        found |= _of_named_engine(name, its.found)
     if job.select.by is not None:
         scorers = {
             name: parameters
@@ -115,19 +112,49 @@ def identity(job: JobConfig, prompt_files: Mapping[str, str] | None = None) -> I
     if job.rollout is not None:
         place, _, name = job.rollout.function.rpartition(":")
         settings["rollout.function"] = f"{Path(place).name}:{name}"
-        files["rollout.source"] = _hash_of_function(place)
-    if prompt_files:
-        found["prompt.files"] = prompt_files
     if not job.may_have_vectors:  # without vectors it has no effect
         del settings["output.vector_dtype"]
-    files = {key: value for key, value in files.items() if value is not None}
+    found: dict[str, Any] = {
+        f"{key}.commits": hub_commits(engine) or None for key, engine in _engines(job)
+    }
+    found["prompt.files"] = prompt_files or None
+    return Identity(
+        of_engines.job | _as_stored(settings),
+        of_engines.files,
+        of_engines.found | _as_stored(found),
+    )
+
+
+def engine_identity(job: JobConfig) -> Identity:
+    """Return the part of ``identity`` about engines and the files that are opened again at each start.
+
+    Commits of models on the hub are left out, since loading a model may fetch a newer one.
+    """
+    settings, files, found = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    for key, engine in _engines(job):
+        settings |= {f"{key}.{name}": value for name, value in _settings_of(engine).items()}
+        files |= {f"{key}.{name}": value for name, value in _files_of(engine).items()}
+        loras = {name: adapter_fingerprint(at) or at for name, at in engine.loras.items()}
+        found[f"{key}.loras"] = loras or None
+    if job.rollout is not None:
+        files["rollout.source"] = _hash_of_function(job.rollout.function.rpartition(":")[0])
     return Identity(*map(_as_stored, (settings, files, found)))
 
 
+def _engines(job: JobConfig) -> Iterator[tuple[str, EngineTable]]:
+    """Yield each engine of the job with its key: ``engine`` or ``engines.NAME``."""
+    yield "engine", job.engine
+    yield from ((f"engines.{name}", engine) for name, engine in job.engines.items())
+
+
 def _as_stored(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of an identity as JSON has it, with secrets masked."""
+    """Return a part of an identity as JSON has it, without unset keys and with secrets masked."""
     plain: dict[str, Any] = orjson.loads(orjson.dumps(part, default=str))
-    return {k: masked(v, k, _fingerprint_mask, _fingerprint_part) for k, v in plain.items()}
+    return {
+        key: masked(value, key, _fingerprint_mask, _fingerprint_part)
+        for key, value in plain.items()
+        if value is not None
+    }
 
 
 def _of_texts(job: JobConfig) -> dict[str, Any]:
@@ -143,41 +170,25 @@ def _of_texts(job: JobConfig) -> dict[str, Any]:
     }
 
 
-def _settings_of_engine(job: JobConfig, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``job.engine`` that need more than a copy. Removes from ``settings`` the marked keys that
-    these, files or facts replace."""
-    del settings["engine.loras"]
-    its = {
-        f"engine.options.{name}": value
-        for name, value in settings.pop("engine.options").items()
+def _settings_of(engine: EngineTable) -> dict[str, Any]:
+    settings = dict(_marked(engine))
+    del settings["loras"]  # a fact for each adapter
+    settings |= {
+        f"options.{name}": value
+        for name, value in settings.pop("options").items()
         if name not in SPEED_OPTIONS and (name != "load_format" or value in _LOAD_FORMATS)
     }
-    if (command := settings.pop("engine.server.command", None)) is not None:
-        its["engine.server.command"] = what_decides_answers(command)
-    return its
+    if (command := settings.get("server.command")) is not None:
+        settings["server.command"] = what_decides_answers(command)
+    return settings
 
 
-def _files_of_engine(job: JobConfig) -> dict[str, Any]:
+def _files_of(engine: EngineTable) -> dict[str, Any]:
     return {
-        "engine.model_files": model_fingerprint(job.engine.model_source),
-        "engine.lora_files": model_fingerprint(job.engine.lora or ""),
-        "engine.chat_template_text": _chat_template(job.engine.options.get("chat_template")),
-        "engine.files": {name: model_fingerprint(name) for name in _files(job)} or None,
-    }
-
-
-def _facts_of_engine(job: JobConfig) -> dict[str, Any]:
-    loras = {name: adapter_fingerprint(at) or at for name, at in job.engine.loras.items()}
-    facts = {"engine.loras": loras, "engine.commits": hub_commits(job)}
-    return {key: names for key, names in facts.items() if names}
-
-
-def _of_named_engine(name: str, part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of the identity of the engine ``name`` in ``[engines]``, without unset keys."""
-    return {
-        f"engines.{name}.{key.removeprefix('engine.')}": value
-        for key, value in part.items()
-        if key.startswith("engine.") and value is not None
+        "model_files": model_fingerprint(engine.model_source),
+        "lora_files": model_fingerprint(engine.lora or ""),
+        "chat_template_text": _chat_template(engine.options.get("chat_template")),
+        "files": {name: model_fingerprint(name) for name in _files(engine)} or None,
     }
 
 
@@ -206,44 +217,32 @@ def _hash_of_function(place: str) -> str | None:
         return None
 
 
-def _files(job: JobConfig) -> Iterator[str]:
+def _files(engine: EngineTable) -> Iterator[str]:
     """Yield files and folders that the engine's options or its server's command name, and that decide the answers."""
-    if job.engine.server is not None and job.engine.server.command is not None:
-        yield from files_named(job.engine.server.command)
+    if engine.server is not None and engine.server.command is not None:
+        yield from files_named(engine.server.command)
     for name in _FILE_OPTIONS:
-        value = job.engine.options.get(name)
+        value = engine.options.get(name)
         if isinstance(value, str) and exists(value):
             yield value
 
 
-def engine_identity(job: JobConfig) -> Identity:
-    """Return the part of ``identity`` about engines and the files that are opened again at each start.
-
-    Commits of models on the hub are left out, since loading a model may fetch a newer one.
-    """
-    whole = identity(job)
-    of_engines = ("engine.", "engines.")
-    settings = {key: value for key, value in whole.job.items() if key.startswith(of_engines)}
-    found = {key: names for key, names in whole.found.items() if home_of(key) not in _LEARNED}
-    return Identity(settings, whole.files, found)
-
-
 def names_same_model(then: Identity, now: Identity) -> bool:
     """Return whether the old identity ``then`` and the new one ``now`` name the same models; options may differ."""
-    names = {f"engine.{name}" for name in _MODEL}
-    return all(home_of(key) not in names for key, _, _ in _changed(then.job, now.job))
+    return all(home_of(key) not in _MODEL for key in changed_settings(then, now))
 
 
-def hub_commits(job: JobConfig) -> dict[str, str]:
-    """Return the commit hash in the local cache for each model, tokenizer or adapter of the job that is on the hub."""
-    names = {name: of for name, of in _hub_names(job).items() if name and not exists(name)}
+def hub_commits(engine: EngineTable) -> dict[str, str]:
+    """Return the commit hash in the local cache for each model, tokenizer or adapter of the engine that is on the
+    hub."""
+    names = {name: of for name, of in _hub_names(engine).items() if name and not exists(name)}
     if not names:
         return {}
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:  # a server may run in another environment, with another cache
         return {}
-    cache = job.engine.options.get("download_dir") or HF_HUB_CACHE
+    cache = engine.options.get("download_dir") or HF_HUB_CACHE
     found = {}
     for name, revision in names.items():
         try:
@@ -254,9 +253,8 @@ def hub_commits(job: JobConfig) -> dict[str, str]:
     return found
 
 
-def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
+def _hub_names(engine: EngineTable) -> Mapping[str | None, str]:
     """Return names that may be on the Hugging Face hub (model, tokenizer, adapters), with their revisions."""
-    engine, options = job.engine, job.engine.options
     if engine.server is not None and engine.server.command is not None:
         words = what_decides_answers(engine.server.command)
         parts = [part for word in words for part in word.split("=", 1)]
@@ -265,10 +263,10 @@ def _hub_names(job: JobConfig) -> Mapping[str | None, str]:
     if engine.kind not in ("vllm", "transformers"):
         return {}
     return {
-        options.get("tokenizer"): options.get("tokenizer_revision") or "main",
+        engine.options.get("tokenizer"): engine.options.get("tokenizer_revision") or "main",
         engine.lora: "main",
         **dict.fromkeys(engine.loras.values(), "main"),
-        engine.model_source: options.get("revision") or "main",
+        engine.model_source: engine.options.get("revision") or "main",
     }
 
 

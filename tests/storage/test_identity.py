@@ -132,13 +132,13 @@ def test_name_on_the_hub_that_moved_to_another_commit_is_another_model(
     ref.parent.mkdir(parents=True)
     ref.write_text("a" * 40)
     begun = identity(job)
-    noted = check_found(unknown.found, {"engine.commits": hub_commits(job)})
+    noted = check_found(unknown.found, {"engine.commits": hub_commits(job.engine)})
     assert noted == begun.found
     ref.write_text("b" * 40)
     (message,) = differences(begun, identity(job))
     assert message.startswith('engine.commits: {"acme/tiny":"aaa')
     with pytest.raises(EngineError, match=r"engine\.commits: "):
-        check_found(noted, {"engine.commits": hub_commits(job)})
+        check_found(noted, {"engine.commits": hub_commits(job.engine)})
     assert differences(unknown, identity(job)) == []
 
 
@@ -191,7 +191,7 @@ def test_without_the_hubs_library_no_commit_is_known(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "huggingface_hub.constants", None)
     server = {"command": "vllm serve acme/tiny --port {port}"}
     for engine in ({"kind": "dry-run"}, {"kind": "openai-server", "model": "a", "server": server}):
-        assert hub_commits(JobConfig.model_validate({"engine": engine})) == {}
+        assert hub_commits(JobConfig.model_validate({"engine": engine}).engine) == {}
 
 
 # Rows with several generations
