@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,10 @@ def write_job(folder: Path, job: JobConfig) -> None:
         write_atomically(folder / JOB, toml_of(job).encode())
 
 
-def toml_of(
-    job: JobConfig,
-    *,
-    only_set: bool = False,
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda table: table,
-) -> str:
-    """Return ``job`` as TOML with secrets masked.
-
-    - ``only_set``: leave out keys that have their default value.
-    - ``change``: called with each table as a dict; returns the dict to write.
-    """
+def toml_of(job: JobConfig, *, only_set: bool = False) -> str:
+    """Return ``job`` as TOML with secrets masked. ``only_set``: leave out keys that have their default value."""
     table = masked(_without_none(job.model_dump(exclude_defaults=only_set)))
-    return tomlkit.dumps(_sections(job, change(table)))
+    return tomlkit.dumps(_sections(job, table))
 
 
 def job_of_run(folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
