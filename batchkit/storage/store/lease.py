@@ -110,31 +110,26 @@ def timeout_of(interval_s: float) -> float:
 def take_over(chain: Chain) -> None:
     """Take the run of ``chain`` away from its writer, which counts as dead, and close it."""
     last = chain.last
-    if last is None or not chain.add(_seal(chain, "claimed", me := _me(), last.timeout_s)):
+    if last is None or not chain.add(claim := _claiming(chain, _me(), last.timeout_s)):
         chain.catch_up()  # it lives
     else:
-        chain.add(_seal(chain, "closed", me, last.timeout_s, fence=chain.next_number - 1))
+        closed = {"number": chain.next_number, "state": "closed", "written_at": utc_now()}
+        chain.add(claim.model_copy(update=closed))
 
 
 def _me() -> Owner:
-    return Owner(host=socket.gethostname(), pid=os.getpid(), machine=machine(), token=token_hex(8))
+    return Owner(host=socket.gethostname(), pid=os.getpid(), machine=_machine(), token=token_hex(8))
 
 
-def _seal(
-    chain: Chain,
-    state: Literal["claimed", "closed"],
-    owner: Owner,
-    timeout_s: float,
-    fence: int = 0,
-) -> Seal:
-    number, now = chain.next_number, utc_now()
+def _claiming(chain: Chain, owner: Owner, timeout_s: float) -> Seal:
+    """Return the seal with which ``owner`` takes the run of ``chain`` over."""
     return Seal(
-        number=number,
-        fence=fence or number,
-        state=state,
+        number=chain.next_number,
+        fence=chain.next_number,
+        state="claimed",
         owner=owner,
         timeout_s=timeout_s,
-        written_at=now,
+        written_at=utc_now(),
     )
 
 
@@ -151,12 +146,12 @@ def _claimed(chain: Chain, interval_s: float, say: Callable[[str], None]) -> Lea
         last = chain.catch_up().last
         if last is not None and not _is_free(last, me):
             _await_silence(chain, last, say)
-        seal = _seal(chain, "claimed", me, timeout_of(interval_s))
+        seal = _claiming(chain, me, timeout_of(interval_s))
         if chain.add(seal):
             return Lease(chain, seal, interval_s)
 
 
-def machine() -> str:
+def _machine() -> str:
     """Return an id of this boot of this machine and this namespace of process ids."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     with suppress(OSError):

@@ -93,7 +93,7 @@ class _Growing:
         flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT | os.O_TRUNC if is_new else 0)
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: int | None = open_private(self._new, flags)
+            self._file = open_private(self._new, flags)
 
     def add(self, objects: Objects, piece: Piece, content: bytes) -> None:
         self._crc32 = zlib.crc32(content, self._crc32)
@@ -102,19 +102,15 @@ class _Growing:
                 f"{objects.address}/{piece.segment}: damaged: the bytes of {piece.part.file} differ from their checksum."
                 " Restore a copy of the object"
             )
-        assert self._file is not None
         with disk_errors(self._path):
             write_all(self._file, content)
 
     def finish(self) -> None:
         with disk_errors(self._path):
-            if self._file is not None:
-                os.fsync(self._file)
+            os.fsync(self._file)
             self._new.replace(self._path)
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        os.close(self._file)
         if self._new != self._path:
             self._new.unlink(missing_ok=True)
