@@ -53,12 +53,12 @@ def encoded(line: Record | Generation) -> bytes:
 
 def record_in(raw: bytes) -> Record | None:
     """Return the record in the line ``raw``, newline included; None if the line is not a record."""
-    return _decoded(_records, raw)
+    return _decoded_if_sound(_records, raw)
 
 
 def generation_in(raw: bytes) -> Generation | None:
     """Return the generation in the line ``raw``, newline included; None if the line is not a generation."""
-    return _decoded(_generations, raw)
+    return _decoded_if_sound(_generations, raw)
 
 
 def record_of(raw: bytes) -> dict[str, Any] | None:
@@ -80,9 +80,7 @@ def sound_record(raw: bytes, path: Path, offset: int) -> Record:
         StoreError: the line is damaged.
     """
     try:
-        if not raw.isascii():
-            raw.decode()  # msgspec does not check the UTF-8 of unknown keys
-        return _records.decode(raw)
+        return _decoded(_records, raw)
     except (msgspec.MsgspecError, ValueError) as error:
         raise StoreError(
             f"{path}: the record at byte {offset} is damaged: {error}. `batchkit verify --repair"
@@ -143,16 +141,17 @@ class Spent(NamedTuple):
         )
 
 
-def _decoded(decoder: msgspec.json.Decoder[Sound], raw: bytes) -> Sound | None:
-    if not raw.endswith(b"\n"):
-        return None
+def _decoded_if_sound(decoder: msgspec.json.Decoder[Sound], raw: bytes) -> Sound | None:
     try:
-        found = decoder.decode(raw)
-        if not raw.isascii():
-            raw.decode()  # msgspec does not check the UTF-8 of unknown keys
+        return _decoded(decoder, raw) if raw.endswith(b"\n") else None
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return found
+
+
+def _decoded(decoder: msgspec.json.Decoder[Sound], raw: bytes) -> Sound:
+    if not raw.isascii():
+        raw.decode()  # msgspec does not check the UTF-8 of unknown keys
+    return decoder.decode(raw)
 
 
 _MOST_SHOWN = 20

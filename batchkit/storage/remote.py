@@ -57,22 +57,22 @@ def sending(address: str) -> Iterator[tuple[Path, Callable[[Say], Say]]]:
             error.args = (shown(str(error)),)
             raise
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-            _send(file, f"{address.removesuffix(name)}{file.relative_to(folder)}")
-
-
-def _send(file: Path, address: str) -> None:
-    with upload_errors(address, "correct this and run `batchkit export` again"):
-        send(file, address)
+            place = f"{address.removesuffix(name)}{file.relative_to(folder)}"
+            with upload_errors(place, "correct this and run `batchkit export` again"):
+                send(file, place)
 
 
 def send(file: Path, address: str) -> None:
-    """Send ``file`` to ``address``. Create the dataset if it is one on the hub. Raises the exceptions of the store's
-    library."""
+    """Send ``file`` to ``address``. If that is in a dataset on the hub that does not exist, create it as a private one.
+    Raises the exceptions of the store's library."""
     import fsspec
 
     fs, path = fsspec.core.url_to_fs(address)
     if address.startswith(HUB):
-        _create_dataset(address)
+        from huggingface_hub import HfApi
+
+        owner, name = address.removeprefix(HUB).split("/")[:2]
+        HfApi().create_repo(f"{owner}/{name}", repo_type="dataset", private=True, exist_ok=True)
         fs.invalidate_cache()  # it may have noted that there is no such dataset
     fs.put_file(str(file), path)
 
@@ -135,11 +135,3 @@ class OutputFolder:
 
     def remove(self, name: str) -> None:
         self._fs.rm_file(f"{self._path}/{name}")
-
-
-def _create_dataset(address: str) -> None:
-    """Create the dataset of the address as a private one. An existing dataset stays as it is."""
-    from huggingface_hub import HfApi
-
-    owner, name = address.removeprefix(HUB).split("/")[:2]
-    HfApi().create_repo(f"{owner}/{name}", repo_type="dataset", private=True, exist_ok=True)

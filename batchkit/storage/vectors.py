@@ -118,10 +118,8 @@ class VectorWriter:
 
     def close(self) -> None:
         while self._open:
-            self._close(next(iter(self._open)))
-
-    def _close(self, kind: VectorType) -> None:
-        os.close(self._open.pop(kind).file)
+            _, segment = self._open.popitem()
+            os.close(segment.file)
 
     def _append(self, kind: VectorType, rows: Sequence[tuple[int, Vector]]) -> list[VectorPlace]:
         segment = self._open.get(kind) or self._begin(kind)
@@ -133,7 +131,7 @@ class VectorWriter:
         except BaseException:  # the file's end is unknown now: continue in a new segment
             with suppress(OSError):
                 os.ftruncate(segment.file, self.ends[name])
-            self._close(kind)
+            os.close(self._open.pop(kind).file)
             raise
         self.ends[name] += block.size
         places = []
