@@ -174,7 +174,7 @@ class Loop:
         If checkpoints are slow, the interval grows, so that they take at most 2 % of the time. An old checkpoint only
         means that a resume reads more of the log.
         """
-        if isinstance(pool, RayPool) and self._start.job.workers.count == "auto":
+        if isinstance(pool, RayPool) and self._start.job.workers.is_auto:
             self._stop.use_gpus(pool.gpus)
         if self._screen.is_due:
             self._screen.show(self._tasks, pool.load)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -26,8 +26,10 @@ def task(index: int, group: int = 0) -> Task:
     return Task(Row(index, str(index), {}), 1, group)
 
 
-def leases_of(n_workers: int, **options: Any) -> Leases:
-    return Leases([RayWorker(number) for number in range(n_workers)], **options)
+def leases_of(n_workers: int, quarantined: Collection[int] = ()) -> Leases:
+    leases = Leases(quarantined)
+    leases.workers |= {number: RayWorker(number) for number in range(n_workers)}
+    return leases
 
 
 def play(

@@ -140,6 +140,11 @@ class WorkersTable(Table):
     `count = "auto"`, the cores of the smallest node."""
 
     @property
+    def is_auto(self) -> bool:
+        """True if workers join and leave during the run."""
+        return self.count == "auto"
+
+    @property
     def least(self) -> int:
         """The number of workers that the run begins with."""
         return self.min if self.count == "auto" else self.count or 1

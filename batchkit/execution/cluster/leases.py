@@ -36,13 +36,13 @@ MOST_LOSSES = 2  # a row that was on more lost nodes is a suspect
 class Leases:
     """The rows that each worker holds.
 
-    - ``workers``: the workers that may get rows, by number.
     - ``quarantined``: indexes of rows that killed an engine or a worker in an earlier start; each is given out alone.
+    - ``workers`` (attribute): the workers that may get rows, by number.
     """
 
-    def __init__(self, workers: Sequence[RayWorker], *, quarantined: Collection[int] = ()) -> None:
+    def __init__(self, quarantined: Collection[int] = ()) -> None:
         self._quarantined = quarantined
-        self.workers = {worker.number: worker for worker in workers}
+        self.workers: dict[int, RayWorker] = {}
         self._suspects = Suspects[Task]()
         self._replaying: int | None = None  # the worker that holds suspects, and nothing else
         self._next = deque[Task]()  # to hand out before further rows are read
@@ -250,6 +250,11 @@ class RayWorker:
     @property
     def life(self) -> Life:
         return self.lives[-1]
+
+    @property
+    def has_place(self) -> bool:
+        """True once Ray has given resources to the worker's newest process."""
+        return self.life.place is not None
 
     @property
     def retried(self) -> int:

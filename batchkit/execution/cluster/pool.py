@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
@@ -18,16 +16,11 @@ from batchkit.errors import (
     JobError,
     WrongAnswersError,
 )
-from batchkit.execution.cluster.actor import CLOSE_S, Actor, WorkerReport
+from batchkit.execution.cluster.actor import CLOSE_S, WorkerReport
+from batchkit.execution.cluster.head import Head, is_gone
+from batchkit.execution.cluster.hiring import Hiring
 from batchkit.execution.cluster.leases import Leases, RayWorker
-from batchkit.execution.cluster.session import (
-    cause_of,
-    draining_nodes,
-    is_gone,
-    knock,
-    needs,
-    session,
-)
+from batchkit.execution.cluster.session import cause_of, session
 from batchkit.execution.completions import to_line
 from batchkit.execution.events import (
     EngineHistory,
@@ -51,11 +44,6 @@ from batchkit.storage.ledger import RecordLine
 from batchkit.storage.starts import WorkerState
 from batchkit.types import Completion, Request, Task, utc_now
 
-PLACE_S = 15.0  # report a worker that waits longer than this for resources
-KNOCK_S = 1.0
-RESIZE_S = 1.0
-HEAD_GONE_S = 5.0  # Ray itself would end this process after a minute
-MOST_LEFT = 50  # notes of workers that have left; older ones are dropped
 HEAVY_ROW_BYTES = 16 * 1024  # smaller rows don't count toward the limit on bytes read ahead
 
 
@@ -65,8 +53,7 @@ class RayPool:
     The constructor returns once the first worker is ready (with ``workers.min``, once that many are); the others follow.
     If a worker dies, another worker answers its rows.
 
-    With ``workers.count = "auto"``, some workers always wait for resources, so that one starts as soon as a node joins, and
-    Ray's autoscaler sees the demand. A worker leaves with its node, or when the node drains; it is not restarted.
+    With ``workers.count = "auto"``, a worker leaves with its node, or when the node drains; it is not restarted.
 
     - ``hear``: receives the events of the workers and their engines.
     - ``known``: histories of earlier starts, by engine.
@@ -85,21 +72,10 @@ class RayPool:
         known: Mapping[str, EngineHistory] = MappingProxyType({}),
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._start, self._due, self._engines = start, tasks, engines
-        self._hear = hear
-        self._is_auto = start.job.workers.count == "auto"
-        self._numbers = count()
-        self._workers = [RayWorker(next(self._numbers)) for _ in range(start.job.workers.least)]
-        self._leases = Leases(self._workers, quarantined=start.options.quarantined)
-        self._known = dict(known)
-        self._draining: Collection[str] = ()  # ids of nodes
-        self._next_resize = 0.0
-        self._n_given_up, self._failure = 0, BatchkitError()
-        self._worker_gpus = start.job.worker_gpus
+        self._start, self._due, self._hear = start, tasks, hear
+        self._leases = Leases(start.options.quarantined)
         self._broken: BatchkitError | None = None
         self._asks_for_check = False
-        self._is_headless = False
-        self._next_knock = self._head_seen = time.monotonic()
         with ExitStack() as held:
             limit = start.job.media.max_memory_bytes  # here it limits the bytes of rows read ahead
             self._tasks = read_ahead(
@@ -108,10 +84,11 @@ class RayPool:
             held.enter_context(closing(self._tasks))
             with guard():
                 held.enter_context(session(start.job))
-                self._hire = self._hiring()
+                self._head = Head(is_auto=start.job.workers.is_auto)
+                self._hiring = Hiring(start, engines, hear, known, self._leases)
                 held.callback(self._dismiss)
-                for worker in self._workers:
-                    worker.begin(self._hire(worker.number), self._known)
+                for _ in range(start.job.workers.least):
+                    self._hiring.hire()
                 self.engine_facts = self._first_engines()
             self._held = held.pop_all()
 
@@ -123,19 +100,20 @@ class RayPool:
             JobError, EngineError: no worker is left, or none can load the model.
         """
         # Raised here and not in poll(), which may have lines to return.
-        if self._broken is not None:
-            raise self._broken
+        if (broken := self._head.failure or self._broken) is not None:
+            raise broken
         if self._tasks.will_raise and self._leases.is_done:  # rows in flight are finished first
             self._tasks.get(timeout_s=0)  # raises the input's error
         if taking:
-            self._resize()
+            self._hiring.resize(all_read=self._tasks.exhausted)
         for worker in self._leases.workers.values():
             life, tasks = worker.life, list[Task]()
             if life.call is not None:
                 continue
-            worker.is_draining = life.place is not None and life.place.node_id in self._draining
+            node = None if life.place is None else life.place.node_id
+            worker.is_draining = node in self._head.draining
             its_taking = taking and not worker.is_draining
-            if its_taking and life.place is not None:
+            if its_taking and worker.has_place:
                 leased = self._leases.lease(worker.number, self._unread(), self._next_task)
                 # After the row was read, a worker that has since died may have written generations of the row.
                 tasks = [t._replace(known=self._due.known(t.row.index)) for t in leased]
@@ -151,7 +129,7 @@ class RayPool:
         import ray
         from ray.exceptions import RayError
 
-        workers = {one.life.call: one for one in self._workers if one.life.call is not None}
+        workers = {one.life.call: one for one in self._hiring.workers if one.life.call is not None}
         lines: list[Returned] = []
         if not workers:
             time.sleep(POLL_S)
@@ -165,13 +143,14 @@ class RayPool:
                 lines += self._take_in(worker, ray.get(call))
             except RayError as error:
                 lines += self._bury(worker, error)
-        self._watch()
-        self._watch_nodes()
+        self._hiring.report_waiting()
+        self._kill_silent()
+        self._head.watch()
         return lines
 
     def note_written(self) -> None:
         """Remember that all returned generations are in the ledger. The next call of ``exchange`` tells each worker."""
-        for worker in self._workers:
+        for worker in self._hiring.workers:
             worker.life.written += worker.life.returned
             worker.life.returned = 0
 
@@ -192,25 +171,16 @@ class RayPool:
     @property
     def load(self) -> Load:
         at_work = sum((worker.life.load for worker in self._leases.workers.values()), Load())
-        return at_work._replace(retried=sum(worker.retried for worker in self._workers))
+        return at_work._replace(retried=sum(worker.retried for worker in self._hiring.workers))
 
     def workers(self) -> list[WorkerState]:
-        """Return the state of each worker. With ``auto``, without workers that never had a node, and only the newest
-        ``MOST_LEFT`` of the workers that have left."""
-        if not self._is_auto:
-            return [worker.noted() for worker in self._workers]
-        left = [worker for worker in self._workers if worker.left_at is not None]
-        dropped = set(left[:-MOST_LEFT])
-        return [one.noted() for one in self._workers if one.joined_at and one not in dropped]
+        """Return the states of the workers."""
+        return self._hiring.noted()
 
     @property
     def gpus(self) -> float:
         """The number of GPUs that workers hold now."""
-        return self._worker_gpus * self._n_placed
-
-    @property
-    def _n_placed(self) -> int:
-        return sum(map(_has_place, self._leases.workers.values()))
+        return self._start.job.worker_gpus * self._hiring.n_placed
 
     def close(self) -> None:
         """Stop the workers, kill workers that don't stop in time, and leave Ray."""
@@ -218,9 +188,10 @@ class RayPool:
 
     def _first_engines(self) -> EngineFacts:
         """Wait until the first worker is ready, or with ``workers.min`` the first few. Return the facts of an engine."""
-        least = self._start.job.workers.min if self._is_auto else 1
+        table = self._start.job.workers
+        least = table.min if table.is_auto else 1
         while True:
-            self._resize()
+            self._hiring.resize(all_read=self._tasks.exhausted)
             self.fill(taking=False)
             if self.poll():
                 raise AssertionError("a worker returned results before it got a row")
@@ -228,83 +199,12 @@ class RayPool:
             if len(ready) >= least:
                 return ready[0]
 
-    def _resize(self) -> None:
-        """With ``workers.count = "auto"``: start or remove workers that wait for resources, until their number is
-        ``_n_wanted``."""
-        import ray
-
-        if not self._is_auto or time.monotonic() < self._next_resize:
-            return
-        self._next_resize = time.monotonic() + RESIZE_S
-        if not (self._may_hire or any(one.joined_at for one in self._leases.workers.values())):
-            self._broken = EngineError(f"no worker is left; the last one failed: {self._failure}")
-        waiting = [one for one in self._leases.workers.values() if not _has_place(one)]
-        n_wanted = self._n_wanted()
-        for worker in [one for one in waiting[n_wanted:] if one.joined_at is None]:
-            ray.kill(worker.life.actor)
-            self._leases.leave(worker.number)
-            self._workers.remove(worker)
-        for _ in range(n_wanted - len(waiting)):
-            worker = RayWorker(next(self._numbers))
-            worker.begin(self._hire(worker.number), self._known)
-            self._workers.append(worker)
-            self._leases.workers[worker.number] = worker
-
-    def _n_wanted(self) -> int:
-        """Return how many workers should wait for resources."""
-        workers, table = self._leases.workers.values(), self._start.job.workers
-        is_enough = any(_has_place(one) and not one.is_draining for one in workers)
-        if not self._may_hire or (self._tasks.exhausted and is_enough):
-            return 0
-        most = max(table.min, 2 * self._n_placed) if table.max is None else table.max
-        return most - self._n_placed
-
-    @property
-    def _may_hire(self) -> bool:
-        """False once more workers were given up than allowed, because another one would probably fail, too."""
-        was_ready = any(one.up_since is not None for one in self._workers)
-        limit = self._start.job.run.max_engine_restarts if was_ready else 0
-        return self._is_auto and self._n_given_up <= limit
-
-    def _hiring(self) -> Callable[[int], Any]:
-        """Return a function that starts a worker as a Ray actor. Ray itself must not restart the worker, so that no
-        death is hidden."""
-        import ray
-
-        made = ray.remote(Actor).options(
-            **needs(self._start.job, self._engines), max_restarts=0, scheduling_strategy="SPREAD"
-        )
-        start = ray.put(self._start.for_workers())
-        return lambda number: made.remote(number, start, self._engines, self._known, sys.path)
-
-    def _watch_nodes(self) -> None:
-        """Stop the run if Ray's head node does not accept connections any more. Otherwise ask it which nodes drain."""
-        import ray
-
-        now = time.monotonic()
-        if now < self._next_knock:
-            return
-        self._next_knock = now + KNOCK_S
-        address = ray.get_runtime_context().gcs_address
-        try:
-            knock(address)
-            self._head_seen = now
-            if self._is_auto:
-                self._draining = draining_nodes()
-        except OSError as error:
-            if now - self._head_seen >= HEAD_GONE_S:
-                self._is_headless = True
-                self._broken = EngineError(
-                    f"workers.count: Ray's head at {address} does not answer ({error}). Every finished row is on"
-                    " disk: start Ray again, then run the same command again"
-                )
-
     def _dismiss(self) -> None:
         import ray
 
-        if self._is_headless:  # Ray would not answer; the workers end with this process
-            return
-        lives = [worker.life for worker in self._leases.workers.values() if worker.lives]
+        if self._head.failure is not None:
+            return  # Ray would not answer; the workers end with this process
+        lives = [worker.life for worker in self._leases.workers.values()]
         # Workers that are loading can't answer before they are done, and have nothing to close.
         farewells = [life.actor.close.remote() for life in lives if life.engine]
         if farewells:
@@ -326,7 +226,7 @@ class RayPool:
     def _take_in(self, worker: RayWorker, report: WorkerReport) -> list[Returned]:
         for event in report.events:
             if isinstance(event, EngineHistory):
-                self._learn(worker, event)
+                self._hiring.learn(worker, event)
             elif isinstance(event, Found | SelfChecked):
                 self._hear(event)
             else:
@@ -352,30 +252,14 @@ class RayPool:
             self._let_go(worker, "drained", f"its node drains; {n_rows} rows go to other workers")
         return report.lines
 
-    def _learn(self, worker: RayWorker, history: EngineHistory) -> None:
-        """Use a worker's reduced engine settings for workers that start later, since their machines are alike."""
-        name = history.engine
-        none = EngineHistory(engine=name)
-        before = self._known.get(name, none)
-        worker.life.histories = {**worker.life.histories, (name, history.number): history}
-        lives = [life.histories_of(name) for one in self._workers for life in one.lives]
-        newest = [one.life.histories_of(name) for one in self._workers if one.lives]
-        learned = EngineHistory(
-            sum(one.restarts for one in chain.from_iterable(lives)),
-            max((one.reductions for one in chain([none], *newest)), key=len),
-            name,
-        )
-        if learned != before:
-            self._known[name] = learned
-            self._hear(learned)
-
     def _bury(self, worker: RayWorker, error: Exception) -> list[Returned]:
         """Start a new process for a worker that died or was lost. If a row is now proven to be the cause, return its
         record."""
         import ray
         from ray.exceptions import ActorUnavailableError, RayActorError
 
-        if self._is_auto and worker.life.place and is_gone(worker.life.place.node_id):
+        is_auto = self._start.job.workers.is_auto
+        if is_auto and worker.life.place and is_gone(worker.life.place.node_id):
             n_rows, why = len(worker.held), "its node was lost"
             lost = self._leases.lose(worker.number, why)
             self._let_go(worker, "node lost", f"{why} with {n_rows} rows")
@@ -401,7 +285,7 @@ class RayPool:
             )
             self._give_up(worker, EngineError(message))
         if worker.left_at is None:
-            worker.begin(self._hire(worker.number), self._known)
+            self._hiring.begin(worker)
         return lines
 
     def _let_go(self, worker: RayWorker, state: str, why: str) -> None:
@@ -428,50 +312,32 @@ class RayPool:
     def _give_up(self, worker: RayWorker, failure: BatchkitError) -> None:
         """Continue without this worker. Stop the run instead if the failure would occur on every worker, or no worker
         is left."""
-        import ray
-
         is_for_all = isinstance(failure, JobError) and not any(
-            one.life.engine for one in self._workers
+            one.life.engine for one in self._hiring.workers
         )
         if is_for_all or isinstance(failure, WrongAnswersError):
             self._broken = failure
             return
-        self._leases.give_up(worker.number)
-        self._n_given_up += 1
-        worker.leave("given up")
-        ray.kill(worker.life.actor)  # otherwise it would hold GPUs that waiting workers need
-        self._failure = failure
-        if self._is_auto or self._leases.workers:
+        self._hiring.give_up(worker, failure)
+        if self._start.job.workers.is_auto or self._leases.workers:
             self._hear(
                 EngineMessage(f"worker {worker.number} failed and is not restarted: {failure}")
             )
-        elif len(self._workers) == 1:
+        elif len(self._hiring.workers) == 1:
             self._broken = EngineError(str(failure))
         else:
-            n = len(self._workers)
+            n = len(self._hiring.workers)
             self._broken = EngineError(f"all {n} workers failed; the last error: {failure}")
 
-    def _watch(self) -> None:
-        """Kill workers that don't answer for ``run.stall_timeout_s``. Report workers that wait for resources, once
-        each."""
+    def _kill_silent(self) -> None:
+        """Kill workers that don't answer for ``run.stall_timeout_s``."""
         import ray
 
         now, stall_s = time.monotonic(), self._start.job.run.stall_timeout_s
-        is_short = not self._is_auto or self._n_placed < self._start.job.workers.min
         for worker in self._leases.workers.values():
             life = worker.life
-            is_late = life.place is None and now - life.began_at >= PLACE_S
-            if is_late and is_short and not life.is_said_to_wait:
-                life.is_said_to_wait = True
-                wanted = needs(self._start.job, self._engines)
-                self._hear(
-                    Message(
-                        f"worker {worker.number} waits for resources: it needs {wanted['num_cpus']:g}"
-                        f" CPUs and {wanted['num_gpus']:g} GPUs on one node"
-                    )
-                )
             silent_s = now - life.called_at
-            if life.place is not None and life.call is not None and silent_s >= stall_s:
+            if worker.has_place and life.call is not None and silent_s >= stall_s:
                 life.called_at = now
                 self._hear(
                     EngineMessage(
@@ -480,10 +346,6 @@ class RayPool:
                     )
                 )
                 ray.kill(life.actor)
-
-
-def _has_place(worker: RayWorker) -> bool:
-    return worker.life.place is not None
 
 
 def _weight(task: Task) -> int:

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from functools import cache
 from types import SimpleNamespace
@@ -194,32 +194,9 @@ def needs(job: JobConfig, engines: Sequence[str] = ("",)) -> dict[str, float]:
         nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
         fair = range(sum(nodes) // n_workers if not gpus else 1, 1, -1)
         cpus = next((n for n in fair if sum(cpu // n for cpu in nodes) >= n_workers), 1)
-        if job.workers.count == "auto" and not gpus:
+        if job.workers.is_auto and not gpus:
             cpus = min(filter(None, nodes), default=1)
     return {"num_cpus": cpus, "num_gpus": gpus}
-
-
-def is_gone(node_id: str) -> bool:
-    """Return whether a node has left the cluster, or its raylet or Ray's head accepts no connection."""
-    import ray
-
-    try:
-        knock(ray.get_runtime_context().gcs_address)
-        for node in ray.nodes():
-            if node["NodeID"] == node_id and node["Alive"]:
-                knock(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
-                return False
-    except OSError:
-        pass
-    return True
-
-
-def draining_nodes() -> Collection[str]:
-    """Return the ids of nodes that have a notice: Ray will remove them. Ray has no public function for it, and its own
-    library Ray Train calls this one."""
-    import ray
-
-    return set(ray._private.state.state.get_draining_nodes())
 
 
 def cause_of(error: Exception) -> str:
