@@ -101,11 +101,10 @@ class SelfCheck(EngineLayer):
         expected_s: Callable[[], float],
     ) -> None:
         super().__init__(below)
-        self._job, self._dtype, self._hear, self._expected_s = job, dtype, hear, expected_s
+        self._job, self._hear, self._expected_s = job, hear, expected_s
         self._began = time.monotonic()
         self._drawn = Drawn(job)
-        # Difference between two computations of a request; None if not measured.
-        self._noise: float | None = None
+        self._verdicts = _Verdicts(job, dtype)
         self._pace = _Pace()
         self._held = deque[Request]()  # submitted during a pause
         self._due = deque[Completion]()  # answers to compute again in this pause
@@ -113,8 +112,6 @@ class SelfCheck(EngineLayer):
         self._pause: _Pause | None = None  # the newest
         self._most_running = 1
         self._spent_s = 0.0  # by earlier pauses
-        self._compared: list[tuple[Completion, Verdict]] = []
-        self._n_reported = 0  # of ``_compared``
 
     @property
     def is_busy(self) -> bool:
@@ -168,14 +165,14 @@ class SelfCheck(EngineLayer):
     def stop(self) -> None:
         """Compute no more rows again, because the run stops. Report the rows that were compared."""
         self._due.clear()
-        if len(self._compared) > self._n_reported:
+        if self._verdicts.has_new:
             self._conclude()
 
     def _begin(self, *, is_end: bool) -> None:
         """Draw answers and begin a pause, if they can be checked in the time that is left for it."""
         rows = self._job.self_check.rows
         most = MOST_ROWS if rows is None else rows
-        n_rows = most - len(self._compared) if is_end else (most + 1) // 2
+        n_rows = most - len(self._verdicts) if is_end else (most + 1) // 2
         budget_s, drain_s = float("inf"), 0.0
         if rows is None:
             elapsed_s = time.monotonic() - self._began
@@ -194,7 +191,7 @@ class SelfCheck(EngineLayer):
     def _ask(self) -> None:
         """Submit the next drawn request, or end the pause if its time would not suffice."""
         pause = self._pause
-        if pause and self._compared and pause.lost_s + pause.row_s > pause.budget_s:
+        if pause and self._verdicts and pause.lost_s + pause.row_s > pause.budget_s:
             self._due.clear()
             self._conclude()
             return
@@ -206,7 +203,7 @@ class SelfCheck(EngineLayer):
         it kills the engine, the pause ends."""
         if completion.error is None:
             asked.answers.append(completion)
-            if (again := self._again(asked)) is not None:
+            if (again := self._verdicts.next_request(asked)) is not None:
                 self.below.submit(again)
                 return
         elif isinstance(completion.error, EngineCrashError | RowOutOfMemoryError):
@@ -215,12 +212,36 @@ class SelfCheck(EngineLayer):
         if self._pause is not None:
             self._pause.row_s = max(self._pause.row_s, time.monotonic() - asked.began)
         if asked.answers:
-            tie = max(tie_of(self._dtype), _NOISE * (self._noise or 0.0))
-            self._compared.append((asked.batched, asked.verdict(tie, self._dtype)))
+            self._verdicts.add(asked)
         if not self._due:
             self._conclude()
 
-    def _again(self, asked: _Alone) -> Request | None:
+    def _conclude(self) -> None:
+        assert self._pause is not None
+        lost_s = self._pause.lost_s
+        self._pause.lost_s = 0.0  # a pause that is stopped may end twice
+        self._spent_s += lost_s
+        self._hear(SelfChecked(self._verdicts.take_new(), lost_s))
+        self._verdicts.check()
+
+
+class _Verdicts:
+    """The rows that were computed again, each with its verdict.
+
+    ``dtype``: of the model's weights; None if the engine does not report it.
+    """
+
+    def __init__(self, job: JobConfig, dtype: str | None) -> None:
+        self._job, self._dtype = job, dtype
+        self._found: list[tuple[Completion, Verdict]] = []
+        self._n_taken = 0  # of ``_found``
+        # Difference between two computations of a request; None if not measured.
+        self._noise: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def next_request(self, asked: _Alone) -> Request | None:
         """Return the request to submit once more because its text differs; None if enough is known.
 
         The log-probabilities of the second answer show whether two tokens are about equally likely. (To ask for them
@@ -238,25 +259,31 @@ class SelfCheck(EngineLayer):
             self._noise = noise_between(one, two)
         return None
 
-    def _conclude(self) -> None:
-        assert self._pause is not None
-        lost_s, self._pause.lost_s = (
-            self._pause.lost_s,
-            0.0,
-        )  # a pause that is stopped may end twice
-        self._spent_s += lost_s
-        new = self._compared[self._n_reported :]
-        self._n_reported = len(self._compared)
-        self._hear(SelfChecked([_finding(*one) for one in new], lost_s))
-        different = [one for one in self._compared if one[1].kind == "different"]
-        if self._job.self_check.is_exceeded(len(different), len(self._compared)):
-            raise WrongAnswersError(self._message(different))
+    def add(self, asked: _Alone) -> None:
+        """Compare the newest answer to ``asked`` with the one of the batch."""
+        tie = max(tie_of(self._dtype), _NOISE * (self._noise or 0.0))
+        self._found.append((asked.batched, asked.verdict(tie, self._dtype)))
 
-    def _message(self, different: Sequence[tuple[Completion, Verdict]]) -> str:
+    @property
+    def has_new(self) -> bool:
+        """True if ``take_new`` would return something."""
+        return len(self._found) > self._n_taken
+
+    def take_new(self) -> list[Mapping[str, Any]]:
+        """Return the findings since the last call."""
+        new = self._found[self._n_taken :]
+        self._n_taken = len(self._found)
+        return [_finding(*one) for one in new]
+
+    def check(self) -> None:
+        """Raise WrongAnswersError if more rows are different than ``self_check.max_different`` allows."""
+        different = [one for one in self._found if one[1].kind == "different"]
+        if not self._job.self_check.is_exceeded(len(different), len(self)):
+            return
         allowed, folder = self._job.self_check.max_different, self._job.folder
         rows = "\n".join(f"  {_in_words(*one)}" for one in different[:_SHOWN])
-        return (
-            f"{len(different)} of {len(self._compared)} rows have another answer if they are computed alone"
+        raise WrongAnswersError(
+            f"{len(different)} of {len(self)} rows have another answer if they are computed alone"
             f" (self_check.max_different = {allowed:g}):\n{rows}\n"
             f"The engine computes batches wrongly. `batchkit compare --self {folder}` tries settings on these rows, one"
             " after another: enforce_eager = true, enable_prefix_caching = false and other values of attention_backend in"
