@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -96,8 +96,9 @@ def test_each_worker_has_gpus_of_its_own(
     """Which of them is Ray's choice: it may still hold those of a test before."""
     made = job(workers={"gpus": share})
     hire = ray_here.remote(Actor).options(**needs(made))
-    actors = [hire.remote(number, Start.of(made).for_workers(), [""], {}) for number in range(2)]
-    reports = ray_here.get([actor.exchange.remote([], True, 0) for actor in actors])
+    start = Start.of(made).for_workers()
+    actors = [hire.remote(number, start, [""], {}, []) for number in range(2)]
+    reports = ray_here.get([actor.exchange.remote([], True, 0, False, 2) for actor in actors])
     gpus = [set(report.place.gpus) for report in reports]
     assert [len(its) for its in gpus] == [each, each]
     assert len(set.union(*gpus)) == of_all
@@ -249,7 +250,8 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(
     options = {"give_up_s": 0.5, "max_num_seqs": 4}
     engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url, "options": options}
     made = job(engine=engine, prompt={"user": "{{ q }}"}, workers={"count": 1})
-    pool = RayPool(Start.of(made), Due("now", "late", "hang"), [""], lambda event: None)
+    due = Due("now", "late", "hang")
+    pool = RayPool(Start.of(made), due, [""], lambda event: None, {}, nullcontext)
     answered: list[int] = []
 
     def answer(enough: Callable[[], object]) -> None:
@@ -289,7 +291,7 @@ def test_a_worker_that_dies_before_its_first_answer_is_given_up(
     references: Any = Deadly()
     start = replace(Start.of(made), references=references)
     with pytest.raises(EngineError, match="the worker died 2 times without an answer"):
-        RayPool(start, Due(), [""], hear)
+        RayPool(start, Due(), [""], hear, {}, nullcontext)
     assert [line for line in heard if "worker 0 died with 0 rows: ActorDiedError: " in line]
 
 

@@ -83,7 +83,7 @@ class Actor:
         start: Start,
         engines: Sequence[str],
         known: Mapping[str, EngineHistory],
-        import_from: Sequence[str] = (),
+        import_from: Sequence[str],
     ) -> None:
         import ray
 
@@ -103,12 +103,7 @@ class Actor:
         self._thread.start()
 
     def exchange(
-        self,
-        tasks: Sequence[Task],
-        taking: bool,
-        written: int,
-        check: bool = False,
-        n_workers: int = 1,
+        self, tasks: Sequence[Task], taking: bool, written: int, check: bool, n_workers: int
     ) -> WorkerReport:
         """Take new ``tasks``, wait for settled rows, and return the rows that were settled since the last call.
 
@@ -131,8 +126,7 @@ class Actor:
             if now.lines:
                 enough = self._unsettled // 2
                 self._changed.wait_for(
-                    lambda: len(now.lines) >= enough or now.failure,
-                    max(GATHER_S, spacing_s),
+                    lambda: len(now.lines) >= enough or now.failure, max(GATHER_S, spacing_s)
                 )
             self._report = replace(now, lines=[], events=[])
             self._unsettled -= sum(not isinstance(line, GenerationLine) for line in now.lines)

@@ -128,12 +128,11 @@ class Hiring:
                 continue
             life.is_said_to_wait = True
             wanted = needs(self._start.job, self._engines)
-            self._hear(
-                Message(
-                    f"worker {worker.number} waits for resources: it needs {wanted['num_cpus']:g}"
-                    f" CPUs and {wanted['num_gpus']:g} GPUs on one node"
-                )
+            text = (
+                f"worker {worker.number} waits for resources: it needs {wanted['num_cpus']:g}"
+                f" CPUs and {wanted['num_gpus']:g} GPUs on one node"
             )
+            self._hear(Message(text))
 
     @property
     def n_placed(self) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from types import MappingProxyType
+from contextlib import AbstractContextManager, ExitStack, closing
 from typing import Any
 
 from batchkit.errors import (
@@ -69,8 +68,8 @@ class RayPool:
         tasks: Tasks,
         engines: Sequence[str],
         hear: Hear,
-        known: Mapping[str, EngineHistory] = MappingProxyType({}),
-        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        known: Mapping[str, EngineHistory],
+        guard: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._start, self._due, self._hear = start, tasks, hear
         self._leases = Leases(start.options.quarantined)
@@ -266,10 +265,8 @@ class RayPool:
             return [] if lost is None else [self._quarantine(lost, why)]
         is_silent = isinstance(error, ActorUnavailableError)  # its own message tells nothing more
         cause = "its process or its node has died" if is_silent else cause_of(error)
-        self._hear(
-            EngineMessage(
-                f"worker {worker.number} died{worker.life.where} with {len(worker.held)} rows: {cause}"
-            )
+        self._say(
+            f"worker {worker.number} died{worker.life.where} with {len(worker.held)} rows: {cause}"
         )
         ray.kill(worker.life.actor)
         poison = self._leases.die(worker.number, "worker died")
@@ -292,17 +289,16 @@ class RayPool:
         """End a worker that has left the leases, because its node was lost or drains."""
         import ray
 
-        self._hear(EngineMessage(f"worker {worker.number} has left{worker.life.where}: {why}"))
+        self._say(f"worker {worker.number} has left{worker.life.where}: {why}")
         worker.leave(state)
         ray.kill(worker.life.actor)
 
     def _quarantine(self, task: Task, cause: str) -> RecordLine:
         row = task.row
         self._tasks.release(task)
-        text = (
+        self._say(
             f"row {row.index} (id {row.id}) kills workers even if it runs alone: the row has failed"
         )
-        self._hear(EngineMessage(text))
         error = EngineCrashError(f"the worker dies even if this row runs alone: {cause}")
         request = Request(row, None, None, {}, input_hash(row.fields), task.attempt)
         line = to_line(self._start, Completion(request, error=error))
@@ -320,9 +316,7 @@ class RayPool:
             return
         self._hiring.give_up(worker, failure)
         if self._start.job.workers.is_auto or self._leases.workers:
-            self._hear(
-                EngineMessage(f"worker {worker.number} failed and is not restarted: {failure}")
-            )
+            self._say(f"worker {worker.number} failed and is not restarted: {failure}")
         elif len(self._hiring.workers) == 1:
             self._broken = EngineError(str(failure))
         else:
@@ -339,13 +333,14 @@ class RayPool:
             silent_s = now - life.called_at
             if worker.has_place and life.call is not None and silent_s >= stall_s:
                 life.called_at = now
-                self._hear(
-                    EngineMessage(
-                        f"worker {worker.number} has not answered for {silent_s:.0f} s"
-                        f" (run.stall_timeout_s = {stall_s:g}): restarted"
-                    )
+                self._say(
+                    f"worker {worker.number} has not answered for {silent_s:.0f} s"
+                    f" (run.stall_timeout_s = {stall_s:g}): restarted"
                 )
                 ray.kill(life.actor)
+
+    def _say(self, text: str) -> None:
+        self._hear(EngineMessage(text))
 
 
 def _weight(task: Task) -> int:
