@@ -51,9 +51,8 @@ class Answers:
     ) -> None:
         job = start.job
         self._generates, self._flush = job.generates, flush
-        self._is_on, self._log = job.run.deduplicate, RESULTS
-        if job.has_several:
-            self._log = STEPS
+        self._is_on = job.run.deduplicate
+        self._log = STEPS if job.has_several else RESULTS
         self.in_flight: dict[str, list[tuple[Deduplicate, Request]]] = {}
         self._folder = folder
         self._own: _Recorded | None = None

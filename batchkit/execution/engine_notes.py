@@ -74,10 +74,9 @@ class EngineNotes:
                 noted = Reductions()
                 known = self._run.starts.history.reductions
                 self._run.starts.learn(reductions={**known, name: noted})
-                self.hear(
-                    Message(
-                        "the engine options have changed, so the settings that an earlier start reduced because memory ran out are not used"
-                    )
+                self._screen.say(
+                    "the engine options have changed, so the settings that an earlier start reduced because memory ran"
+                    " out are not used"
                 )
             found[name] = EngineHistory(0, noted.options, name)
         return found

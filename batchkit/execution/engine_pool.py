@@ -190,11 +190,8 @@ class RunEngines:
         ladder = Ladder(known.reductions if idle is None else idle.reductions)
         if ladder.reductions:
             settings = ", ".join(f"{key} = {value}" for key, value in ladder.overrides.items())
-            hear(
-                Message(
-                    f"an earlier engine of this run ran out of memory; its reduced settings are used again: {settings}"
-                )
-            )
+            text = "an earlier engine of this run ran out of memory; its reduced settings are used again"
+            hear(Message(f"{text}: {settings}"))
         engine = SupervisedEngine(
             job,
             hear,

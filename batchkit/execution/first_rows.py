@@ -15,14 +15,7 @@ from batchkit.config.loading import prompt_columns
 from batchkit.config.seams import DEFERRED, SCORERS
 from batchkit.config.suggest import did_you_mean
 from batchkit.config.tables import JobConfig, ScoringTable
-from batchkit.errors import (
-    InputError,
-    JobError,
-    MediaError,
-    RequestError,
-    RowError,
-    WrongTaskError,
-)
+from batchkit.errors import InputError, JobError, MediaError, RequestError, RowError, WrongTaskError
 from batchkit.rendering.body import endpoint_of
 from batchkit.rendering.steps import CANDIDATES, Renderer, render_or_fail
 from batchkit.rendering.templates import ROW

@@ -49,17 +49,14 @@ class HostMemory:
         limit = self._limit_gb
         if limit is None or not gb:
             return ""
-        is_new = self._at_start_gb is None
+        held = f"{gb:.1f} GiB (run.max_host_gb = {limit:g})"
         if self._at_start_gb is None:
             self._at_start_gb = gb
-        held = f"{gb:.1f} GiB (run.max_host_gb = {limit:g})"
-        if self._at_start_gb > limit:
-            if is_new:
+            if gb > limit:
                 self._say(
                     f"a new engine already uses {held}: a restart would not help; raise run.max_host_gb"
                 )
-            return ""
-        return f"the engine's process uses {held}" if gb > limit else ""
+        return f"the engine's process uses {held}" if self._at_start_gb <= limit < gb else ""
 
     def note_restart(self) -> bool:
         """Note a restart because of ``excess``. Return whether the last one was so recent that the batch must be too

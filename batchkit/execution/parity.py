@@ -44,15 +44,13 @@ def can_be_checked(start: Start, changes: Sequence[str]) -> bool:
 
 
 def is_greedy(job: JobConfig) -> bool:
-    """Return whether the job decodes all its requests greedily, as far as the job file tells."""
-    is_drawn = job.rollout is not None or any(job.retry.temperatures or ())
-    return not is_drawn and all(_is_greedy(its) for _, its in job.of_each_step())
-
-
-def _is_greedy(job: JobConfig) -> bool:
-    """Return whether all requests have temperature 0. Lines of a batch file may have their own temperature."""
-    has_own = job.sampling.sampling_column is not None or job.may_have_lines
-    return job.sampling.temperature == 0 and not has_own
+    """Return whether the job decodes all its requests greedily, as far as the job file tells. Rows, and lines of a
+    batch file, may have their own temperature."""
+    if job.rollout is not None or any(job.retry.temperatures or ()):
+        return False
+    jobs = [its for _, its in job.of_each_step()]
+    has_own = any(its.sampling.sampling_column is not None or its.may_have_lines for its in jobs)
+    return not has_own and all(its.sampling.temperature == 0 for its in jobs)
 
 
 def unchecked(then: Identity, now: Identity) -> dict[str, Any]:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 Show = Callable[[Metrics], None]
-# OpenTelemetry defines no operation for the other pooling tasks.
-_OPERATIONS = {"embed": "embeddings"}
 
 
 class Family(NamedTuple):
@@ -147,4 +145,5 @@ class _Newest:
 def _operation(job: JobConfig) -> str:
     if job.generates:
         return "chat" if job.prompt.chat else "text_completion"
-    return _OPERATIONS.get(job.task, job.task)
+    # OpenTelemetry defines no operation for the other pooling tasks.
+    return "embeddings" if job.task == "embed" else job.task

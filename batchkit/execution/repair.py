@@ -18,14 +18,7 @@ from batchkit.storage.checkpoint import CHECKPOINT, Checkpoint, damage_in, read_
 from batchkit.storage.index_set import IndexSet
 from batchkit.storage.ledger import Ledger, RecordLine, rewritten
 from batchkit.storage.lines import Generation, generation_in, record_in
-from batchkit.storage.log import (
-    RESULTS,
-    LogLine,
-    log_of,
-    read_generations,
-    read_lines,
-    with_pieces,
-)
+from batchkit.storage.log import RESULTS, LogLine, log_of, read_generations, read_lines, with_pieces
 from batchkit.storage.runfolder import Claim, claim
 from batchkit.storage.starts import current_manifest
 from batchkit.storage.steps import GenerationLine, fresh_line

@@ -39,12 +39,7 @@ from batchkit.sources.formats import ROWS_ARE_FILES
 from batchkit.sources.input import Input, input_changes
 from batchkit.storage.checkpoint import CHECKPOINT, check_log
 from batchkit.storage.files import open_log
-from batchkit.storage.identity import (
-    CHANGING,
-    continued,
-    differences,
-    scoring_of,
-)
+from batchkit.storage.identity import CHANGING, continued, differences, scoring_of
 from batchkit.storage.job_toml import write_job
 from batchkit.storage.ledger import Ledger
 from batchkit.storage.lines import Generation

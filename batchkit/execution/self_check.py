@@ -25,14 +25,7 @@ from batchkit.execution.events import Hear, Message, SelfChecked
 from batchkit.rendering.renderer import with_media_bytes
 from batchkit.rendering.request_hash import is_greedy
 from batchkit.runs.answers import SideAnswer, tokens_of
-from batchkit.runs.verdicts import (
-    Verdict,
-    noise_between,
-    of_drawn,
-    of_numbers,
-    of_texts,
-    tie_of,
-)
+from batchkit.runs.verdicts import Verdict, noise_between, of_drawn, of_numbers, of_texts, tie_of
 from batchkit.types import BROKEN_OFF, Audio, Completion, Request
 
 FIRST_ANSWERS = 300  # answers before the first check
@@ -327,7 +320,7 @@ class Drawn:
         self._taken = set[int]()
         self.n_offered = self._n_preempted = 0
 
-    def offer(self, completion: Completion, n_preempted: int = 0) -> None:
+    def offer(self, completion: Completion, n_preempted: int) -> None:
         """Take an answer into account. ``n_preempted``: number of preemptions so far."""
         self.n_offered += 1
         is_preempted, self._n_preempted = n_preempted > self._n_preempted, n_preempted

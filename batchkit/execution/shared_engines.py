@@ -265,8 +265,7 @@ class SharedEngine:
     @property
     def _is_occupied(self) -> bool:
         """True while the engine computes a request that must run alone."""
-        in_flight = [*islice(self._in_flight.values(), 1)]
-        return any(request.alone for _, request in in_flight)
+        return any(request.alone for _, request in islice(self._in_flight.values(), 1))
 
     def _priority(self, seat: Seat) -> tuple[bool, Sequence[int], int, int]:
         """Return the sort key of a seat. The next request is taken from the seat with the lowest key. A request that must

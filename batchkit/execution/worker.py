@@ -96,11 +96,11 @@ class Worker:
     def poll(self) -> list[Returned]:
         """Return the lines of requests that the engines have finished since the last call."""
         if len(self._lanes) == 1:
-            return [*self._lines(self._lanes[0].poll(POLL_S))]
+            return self._lines(self._lanes[0].poll(POLL_S))
         n_busy = max(1, sum(lane.n_open > 0 or lane.is_checking for lane in self._lanes))
         for timeout_s in (0.0, _SHARED_POLL_S / n_busy):
             if settled := self._poll(timeout_s):
-                return [*self._lines(settled)]
+                return self._lines(settled)
         return []
 
     def _poll(self, timeout_s: float) -> list[Completion]:
@@ -167,7 +167,7 @@ class Worker:
                 open_lanes.remove(lane)
         return settled
 
-    def _lines(self, settled: Iterable[Completion]) -> list[SettledLine]:
+    def _lines(self, settled: Iterable[Completion]) -> list[Returned]:
         return [self._line(completion) for completion in settled]
 
     def _line(self, completion: Completion) -> SettledLine:

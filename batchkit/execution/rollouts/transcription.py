@@ -120,7 +120,7 @@ def _placed(segment: Segment, sound: Sound) -> Segment:
     return Segment(start=round(span.start, 3), end=round(span.end, 3), text=segment["text"])
 
 
-def segments_in(text: str, span: Span, finish_reason: str | None = "stop") -> list[Segment]:
+def segments_in(text: str, span: Span, finish_reason: str | None) -> list[Segment]:
     """Return the segments of a model's answer, split at the time stamps in it. ``span``: the sound that the model got.
 
     An answer without time stamps is one segment. If the last segment has no end, it lasts until the end of ``span``,
