@@ -47,14 +47,7 @@ def to_line(start: Start, completion: Completion) -> SettledLine:
     """Return the log line of ``completion``: a row's scored record, or one of its generations."""
     if completion.request.call is not None:
         return generation_line(completion)
-    record = to_record(
-        completion,
-        start.kept_fields,
-        with_prompt=start.job.output.prompt,
-        with_choices=start.job.keeps_choices,
-        scored=_scored(start, completion),
-    )
-    record.dry_run = start.is_dry
+    record = to_record(start, completion)
     pooled = completion.pooled if completion.error is None else None
     if pooled is None:
         return line_of(record)
@@ -77,29 +70,18 @@ def _scored_text(completion: Completion) -> str:
     return completion.text
 
 
-def to_record(
-    completion: Completion,
-    keep: Sequence[str],
-    *,
-    with_prompt: bool = False,
-    with_choices: bool = True,
-    scored: Scored | None = None,
-) -> Record:
-    """Return the record of the row that ``completion`` settled.
-
-    - ``keep``: the row's fields to store.
-    - ``with_choices``: store all choices if there are several.
-    - ``scored``: the scores; None if the job scores nothing.
-    """
+def to_record(start: Start, completion: Completion) -> Record:
+    """Return the scored record of the row that ``completion`` settled."""
+    job, keep, scored = start.job, start.kept_fields, _scored(start, completion)
     request, error, choice = completion.request, completion.error, completion.choice
-    kept = completion.choices if with_choices or choice is None else [choice]
+    kept = completion.choices if job.keeps_choices or choice is None else [choice]
     transcript = completion.transcript
     return Record(
         **answer_of(completion, kept, of_failed=False),
         fields=_raw({name: request.row.fields.get(name) for name in keep}) if keep else _NO_FIELDS,
         input_hash=request.input_hash,
         parsed=None if error is not None or completion.parsed is None else _raw(completion.parsed),
-        prompt=completion.prompt if with_prompt else None,
+        prompt=completion.prompt if job.output.prompt else None,
         truncated_tokens=_truncated_tokens(completion),
         endpoint=request.endpoint,
         generations=completion.generations,
@@ -107,6 +89,7 @@ def to_record(
         prediction=UNSET if scored is None else scored.prediction,
         scores=None if scored is None else scored.scores,
         unscored=None if scored is None else scored.unscored,
+        dry_run=start.is_dry,
         **({} if error is not None or transcript is None else structs.asdict(transcript)),
         **({} if error is not None or completion.pooled is None else _of_pooled(completion)),
     )

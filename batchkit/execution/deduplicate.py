@@ -174,7 +174,6 @@ class Deduplicate(EngineLayer):
             return
         for layer, request in waiting:
             copy = replace(completion, request=request, usage=_NOTHING, earlier_usage=None)
+            copy = replace(copy, latency_s=0.0, duplicate_of=completion.request.row.index)
             layer._n_waiting -= 1
-            layer._ready.append(
-                replace(copy, latency_s=0.0, duplicate_of=completion.request.row.index)
-            )
+            layer._ready.append(copy)

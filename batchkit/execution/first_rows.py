@@ -260,11 +260,8 @@ def _fields_named(job: JobConfig) -> list[tuple[str, str]]:
 
 
 def _scorings(job: JobConfig) -> list[tuple[str, ScoringTable]]:
-    tables = [
-        ("scoring", job.scoring),
-        *((f"steps.{step.name}", step.scoring) for step in job.steps),
-    ]
-    return [(key, table) for key, table in tables if table.is_on]
+    of_steps = [(f"steps.{step.name}", step.scoring) for step in job.steps]
+    return [(key, table) for key, table in [("scoring", job.scoring), *of_steps] if table.is_on]
 
 
 def _reason(error: RowError | ErrorInfo) -> tuple[str, str]:

@@ -93,7 +93,7 @@ class Loop:
                         return self._stopped()
                     self._stop.by = None
             self._tasks.check_complete()
-            self._tasks.check_first_failures(is_end=True)
+            self._tasks.first_failures.check(is_end=True)
             return Outcome(self._summary())
         except BatchkitError as error:
             return Outcome(self._summary(error.exit_code), error)
@@ -165,7 +165,7 @@ class Loop:
         self._run.ledger.write(line for line in lines if not isinstance(line, PausedRow))
         pool.note_written()
         if tasks.failed:
-            tasks.check_first_failures()
+            tasks.first_failures.check()
             self._stop.check_failures(tasks, pool.load.in_flight)
 
     def _housekeeping(self, pool: WorkerPool) -> None:

@@ -60,6 +60,7 @@ class Tasks:
     - ``elsewhere``: number of rows that were skipped because another run has answered them.
     - ``settled``, ``failed``: numbers of rows in this start.
     - ``lengths``: the lengths of answers so far.
+    - ``first_failures``: the check of the first rows of a run without answers.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Tasks:
         self.elsewhere = run.starts.history.skipped_elsewhere if start.is_retry else 0
         self.settled = self.failed = 0
         looks = not (start.is_retry or totals.ok)
-        self._first_failures = FirstFailures(start.job.run.check_rows if looks else 0)
+        self.first_failures = FirstFailures(start.job.run.check_rows if looks else 0)
 
     def first(self) -> Row | None:
         """Return the first pending row, or None if there is none. The row stays pending."""
@@ -90,7 +91,7 @@ class Tasks:
             self._run.starts.learn(skipped_elsewhere=0)
             self._run.starts.save()
             rows = self._without_records()
-        self._rows = self._first_failures.noting(rows)
+        self._rows = self.first_failures.noting(rows)
         return next(self._ahead(), None)
 
     def check_first_rows(self) -> None:
@@ -197,7 +198,7 @@ class Tasks:
         self.settled += 1
         self.lengths.end(record)
         self.failed += record.status == "failed"
-        self._first_failures.note(record)
+        self.first_failures.note(record)
 
     def save_lengths(self) -> None:
         """Store the lengths of answers for the next start, unless there are few. The run continues if writing fails,
@@ -206,13 +207,6 @@ class Tasks:
             self._n_saved = self.lengths.n_rows
             with suppress(StoreError):
                 update_forecast(self._run.folder, {LENGTHS: self.lengths.known})
-
-    def check_first_failures(self, *, is_end: bool = False) -> None:
-        """Raise JobError if the first rows of a run without answers all failed for one reason.
-
-        ``is_end``: there are no more rows.
-        """
-        self._first_failures.check(is_end=is_end)
 
     def total(self, timeout_s: float | None = 0) -> int | None:
         """Return the number of rows of the whole job; None if it is still unknown after ``timeout_s`` (None: no limit).

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchkit.config.tables import JobConfig
 from batchkit.errors import EngineError
 from batchkit.execution.completions import to_record
+from batchkit.execution.start import Start
 from batchkit.storage.ledger import line_of
 from batchkit.storage.lines import record_in
 from batchkit.types import Choice, Completion, Cut, Request, Row, Usage
@@ -24,6 +26,7 @@ from tests.support.server_runs import answering, assert_settled, counted, record
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
+START = Start.of(JobConfig(engine={"kind": "dry-run"}))
 MiB = 1 << 20
 CALL = {
     "id": "call-1",
@@ -469,7 +472,7 @@ def test_a_list_of_models_without_end_stops_at_the_limit() -> None:
 def test_the_record_of_any_cut_is_read(kept: int, before: int, room: int, after: int) -> None:
     request = Request(Row(0, "0", {}), None, "x", {}, "", cut=Cut(kept, before, room))
     completion = Completion(request, [Choice("fine", "stop")], Usage(after, 1))
-    raw = line_of(to_record(completion, ())).raw
+    raw = line_of(to_record(START, completion)).raw
     assert record_in(raw) is not None
 
 

@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import tomlkit
 
+from batchkit.config.tables import JobConfig
 from batchkit.execution.completions import failed_unless_whole, to_record
+from batchkit.execution.start import Start
 from batchkit.storage.lines import failure_kind
 from batchkit.storage.vectors import Vectors
 from batchkit.types import Completion, Pair, Pooled, Request, Row, Usage
@@ -81,7 +83,7 @@ def test_a_number_that_can_not_be_stored_is_no_answer(
     request = Request(Row(3, "3", {}), None, None, {}, "hash", pair=pair)
     whole = Completion(request, usage=Usage(5, 0), pooled=pooled)
     found = failed_unless_whole(whole, dtype)
-    record = to_record(found, keep=[])
+    record = to_record(Start.of(JobConfig(engine={"kind": "dry-run"})), found)
     if fault is None:
         assert found == whole
         assert record.score == pooled.scores

@@ -23,6 +23,7 @@ from batchkit.engines.openai.api import ShapeError
 from batchkit.engines.openai.chat import Chat
 from batchkit.errors import ServerError
 from batchkit.execution.completions import to_record
+from batchkit.execution.start import Start
 from batchkit.storage.checkpoint import Totals
 from batchkit.storage.ledger import line_of
 from batchkit.storage.lines import record_in, record_of, whole_record
@@ -31,6 +32,8 @@ from batchkit.storage.plain_json import parsed
 from batchkit.storage.schema import choice_of, error_of
 from batchkit.types import Completion, Record, Request, Row, Usage
 from tests.support.records import indexes, record, write
+
+START = Start.of(JobConfig(engine={"kind": "dry-run"}))
 
 
 def test_what_a_server_says_has_a_limit_in_a_record() -> None:
@@ -126,7 +129,7 @@ def test_any_answer_is_read_back_as_it_was_written(answer: Any, row_id: str) -> 
     done = completion(parsed(sent), structs.replace(ROW, id=row_id))
     if done is None:
         return
-    made = to_record(done, keep=[])
+    made = to_record(START, done)
     written = {"id": row_id.encode("utf-8", "replace").decode(), "fields": {}}
     assert record_in(line_of(made).raw) == structs.replace(made, **written)
     read_back(made)
@@ -136,7 +139,7 @@ def test_any_answer_is_read_back_as_it_was_written(answer: Any, row_id: str) -> 
 def test_what_no_engine_can_have_counted_is_not_written(usage: Usage) -> None:
     done = completion({"choices": [{"text": "yes"}]})
     assert done is not None
-    made = to_record(structs.replace(done, usage=usage, latency_s=float("nan")), keep=[])
+    made = to_record(START, structs.replace(done, usage=usage, latency_s=float("nan")))
     found = read_back(made)
     assert (found["usage"], found["latency_s"]) == (None, 0)
 

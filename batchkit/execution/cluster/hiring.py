@@ -68,12 +68,10 @@ class Hiring:
 
     def give_up(self, worker: RayWorker, failure: BatchkitError) -> None:
         """End a worker that has failed. Other workers get its rows."""
-        import ray
-
         self._leases.give_up(worker.number)
         self._failures.append(failure)
         worker.leave("given up")
-        ray.kill(worker.life.actor)  # otherwise it would hold GPUs that waiting workers need
+        worker.life.kill()  # otherwise it would hold GPUs that waiting workers need
 
     def resize(self, *, all_read: bool) -> None:
         """With ``workers.count = "auto"``: start or remove workers that wait for resources, until their number is
@@ -82,8 +80,6 @@ class Hiring:
         Raises:
             EngineError: no worker is left, and no other one is hired.
         """
-        import ray
-
         if not self._start.job.workers.is_auto or time.monotonic() < self._next_resize:
             return
         self._next_resize = time.monotonic() + RESIZE_S
@@ -92,7 +88,7 @@ class Hiring:
         waiting = [one for one in self._leases.workers.values() if not one.has_place]
         n_wanted = self._n_wanted(all_read=all_read)
         for worker in [one for one in waiting[n_wanted:] if one.joined_at is None]:
-            ray.kill(worker.life.actor)
+            worker.life.kill()
             self._leases.leave(worker.number)
             self.workers.remove(worker)
         for _ in range(n_wanted - len(waiting)):

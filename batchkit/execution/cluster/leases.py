@@ -188,6 +188,12 @@ class Life:
     def engine_restarts(self) -> int:
         return sum(history.restarts for history in self.histories.values())
 
+    def kill(self) -> None:
+        """End the process immediately. Its pending call fails."""
+        import ray
+
+        ray.kill(self.actor)
+
     def histories_of(self, name: str) -> list[EngineHistory]:
         """Return the histories of the engines called ``name``: several with ``workers.per_gpu``."""
         return [history for (its, _), history in self.histories.items() if its == name]

@@ -199,8 +199,6 @@ class RayPool:
                 return ready[0]
 
     def _dismiss(self) -> None:
-        import ray
-
         if self._head.failure is not None:
             return  # Ray would not answer; the workers end with this process
         lives = [worker.life for worker in self._leases.workers.values()]
@@ -209,7 +207,7 @@ class RayPool:
         if farewells:
             _wait(farewells, len(farewells), CLOSE_S)
         for life in lives:
-            ray.kill(life.actor)
+            life.kill()
 
     def _next_task(self) -> Task | None:
         """Return the next task, or None if none can be read now."""
@@ -254,7 +252,6 @@ class RayPool:
     def _bury(self, worker: RayWorker, error: Exception) -> list[Returned]:
         """Start a new process for a worker that died or was lost. If a row is now proven to be the cause, return its
         record."""
-        import ray
         from ray.exceptions import ActorUnavailableError, RayActorError
 
         is_auto = self._start.job.workers.is_auto
@@ -268,7 +265,7 @@ class RayPool:
         self._say(
             f"worker {worker.number} died{worker.life.where} with {len(worker.held)} rows: {cause}"
         )
-        ray.kill(worker.life.actor)
+        worker.life.kill()
         poison = self._leases.die(worker.number, "worker died")
         lines: list[Returned] = [] if poison is None else [self._quarantine(poison, cause)]
         if poison is not None:
@@ -287,11 +284,9 @@ class RayPool:
 
     def _let_go(self, worker: RayWorker, state: str, why: str) -> None:
         """End a worker that has left the leases, because its node was lost or drains."""
-        import ray
-
         self._say(f"worker {worker.number} has left{worker.life.where}: {why}")
         worker.leave(state)
-        ray.kill(worker.life.actor)
+        worker.life.kill()
 
     def _quarantine(self, task: Task, cause: str) -> RecordLine:
         row = task.row
@@ -325,8 +320,6 @@ class RayPool:
 
     def _kill_silent(self) -> None:
         """Kill workers that don't answer for ``run.stall_timeout_s``."""
-        import ray
-
         now, stall_s = time.monotonic(), self._start.job.run.stall_timeout_s
         for worker in self._leases.workers.values():
             life = worker.life
@@ -337,7 +330,7 @@ class RayPool:
                     f"worker {worker.number} has not answered for {silent_s:.0f} s"
                     f" (run.stall_timeout_s = {stall_s:g}): restarted"
                 )
-                ray.kill(life.actor)
+                life.kill()
 
     def _say(self, text: str) -> None:
         self._hear(EngineMessage(text))
