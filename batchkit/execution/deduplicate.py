@@ -67,9 +67,8 @@ class Answers:
         """Return whether the answer to ``request`` may be a copy."""
         if request.call is not None and request.attempt > 1:
             return False  # the hash of a generation does not have the temperature of its attempt
-        return (self._is_on or bool(self._reused)) and is_determined(
-            request, generates=self._generates
-        )
+        may_copy = self._is_on or bool(self._reused)
+        return may_copy and is_determined(request, generates=self._generates)
 
     def find(self, request: Request) -> Completion | None:
         """Return a recorded answer to an equal request, as the completion of ``request``, or None if nothing equal was

@@ -298,8 +298,11 @@ class SupervisedEngine:
         n_reductions = 0
         while True:
             options = {**self._job.engine.options, **self.ladder.overrides}
+            job = self._job.with_keys(engine={"options": options})
+            if self._thread is not None:
+                self._thread.check_open()
             try:
-                engine = self._loaded(self._job.with_keys(engine={"options": options}))
+                engine = self._open_engine(job, self._hear)
             except StartFailed as error:
                 if not self._job.run.max_engine_restarts:
                     raise
@@ -322,11 +325,6 @@ class SupervisedEngine:
             else:
                 self._host_memory.begin()
                 return engine
-
-    def _loaded(self, job: JobConfig) -> Engine:
-        if self._thread is not None:
-            self._thread.check_open()
-        return self._open_engine(job, self._hear)
 
     def _remember(self) -> None:
         self._hear(EngineHistory(self.restarts, self.ladder.reductions))

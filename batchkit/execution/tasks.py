@@ -266,11 +266,9 @@ class Tasks:
 
         Rows that a run in ``run.reuse`` has answered come last, so that the engine begins with the others at once.
         """
-        skip_from = self._start.options.skip_from
-        is_done = (
-            None if skip_from is None else done_in(skip_from, self._start.job, self.input.source)
-        )
-        rows = self.input.source.read(self._run.ledger.totals.is_settled)
+        skip_from, source = self._start.options.skip_from, self.input.source
+        is_done = None if skip_from is None else done_in(skip_from, self._start.job, source)
+        rows = source.read(self._run.ledger.totals.is_settled)
         answered, later = self._answered_elsewhere(), IndexSet()
         for row in self.input.watched(rows):
             if is_done is not None and row.error is None and is_done(row):

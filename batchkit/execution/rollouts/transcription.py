@@ -159,9 +159,8 @@ def joined(parts: Sequence[SoundPart], of_parts: Sequence[list[Segment]]) -> lis
             and (_middle(its) < part.own.end or is_last)
         ]
         if was_cut and found and own:
-            own[0] = Segment(
-                **own[0] | {"text": _without_repeat(found[-1]["text"], own[0]["text"])}
-            )
+            text = _without_repeat(found[-1]["text"], own[0]["text"])
+            own[0] = Segment(**own[0] | {"text": text})
         own = [its for its in own if its["text"]]
         if found and own and own[0]["start"] < found[-1]["end"]:
             # A chunk that is not cut within speech begins in the middle of a silence.
