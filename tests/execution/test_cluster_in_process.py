@@ -271,6 +271,20 @@ def test_what_a_worker_answered_before_it_failed_is_handed_on(
     assert sorted(answered) == [0, 1]
 
 
+def test_rows_are_in_flight_once_they_are_sent(in_a_folder: Path, ray_here: Any) -> None:
+    """A stop has to wait for their answers, also before their worker has reported them."""
+    seen: list[int] = []
+    with serving(lambda text, body: seen.append(pool.load.in_flight)) as server:
+        engine = {"kind": "openai-server", "model": MODEL, "base_url": server.url}
+        made = job(engine=engine, prompt={"user": "{{ q }}"}, workers={"count": 1})
+        pool = RayPool(Start.of(made), Due("now"), [""], lambda event: None, {}, nullcontext)
+        with closing(pool):
+            while not seen:
+                pool.fill(taking=True)
+                pool.poll()
+    assert seen == [1]
+
+
 class Deadly:
     """Ends the process that reads it."""
 

@@ -121,6 +121,8 @@ class RayPool:
                 tasks, its_taking, written, self._asks_for_check, len(self._leases.workers)
             )
             life.called_at = time.monotonic()
+            # Until the worker reports its load, so that a stop waits for the answers to these rows.
+            life.load = life.load._replace(in_flight=life.load.in_flight + len(tasks))
         return []
 
     def poll(self) -> list[Returned]:
