@@ -112,10 +112,9 @@ def test_a_wrong_argument_is_named(rows: Any, options: dict[str, Any], words: st
 
 
 def test_an_unfinished_run_is_no_column() -> None:
-    slow = {"kind": "dry-run", "options": {"latency_s": 0.1}}
     rows = [{"q": number} for number in range(1000)]
-    stopped = {"engine": slow, "run": {"max_in_flight": 1}, "budget": {"max_seconds": 0.5}}
-    with pytest.raises(BatchkitError, match=r"max_seconds = 0.5 after \d+ of 1,000 rows"):
+    stopped = {"run": {"max_in_flight": 1}, "budget": {"max_completion_tokens": 60}}  # 6 for each
+    with pytest.raises(BatchkitError, match="max_completion_tokens = 60 after 10 of 1,000 rows"):
         answers(rows, **stopped)
 
 

@@ -15,7 +15,7 @@ import pytest
 from batchkit.storage.log import RESULTS
 from batchkit.storage.score_store import SCORES
 from batchkit.storage.store.objects import Objects
-from batchkit.storage.store.seals import Chain, Seal
+from batchkit.storage.store.seals import Chain, Owner, Seal
 from tests.support.command_line import batchkit as in_process
 from tests.support.dry_runs import write_job
 from tests.support.moved_clock import clock_moved_by
@@ -204,6 +204,16 @@ def test_of_machines_that_begin_at_once_one_runs(place: Path, tmp_path: Path) ->
     assert sorted(code for _, code in ended) == [0, 1, 1, 1], ended
     assert all("is writing this run" in err for (_, err), code in ended if code)
     assert sum(seal.state == "claimed" for seal in seals_of(tmp_path)) == 1
+
+
+def test_a_chain_of_hundreds_of_seals_is_read_to_its_end(tmp_path: Path) -> None:
+    chain = Chain(Objects(f"{store_of(tmp_path)}/a"))
+    owner = Owner(host="", pid=1, machine="", token="")
+    for number in range(1, 301):
+        chain.add(
+            Seal(number=number, fence=1, state="open", owner=owner, timeout_s=5, written_at="")
+        )
+    assert chain_of(tmp_path).last == chain.last
 
 
 def test_a_new_run_replaces_the_old_one_in_the_store(place: Path, tmp_path: Path) -> None:
