@@ -216,9 +216,8 @@ def _hint(place: _Place, found: Any, table: Model) -> str:
     """Return a suggestion for the unknown key at ``place``, whose value is ``found``: a similar name, the table that
     has such a key, or the known keys."""
     *tables, key = map(str, place.location)
-    is_job = (
-        "engine" in table.model_fields
-    )  # otherwise the options of an engine, which hold no other table
+    # The options of one engine, checked alone, are no job: other keys of the job are no suggestion there.
+    is_job = "engine" in table.model_fields
     if is_job and (here := called_here(key, ".".join(tables))) is not None:
         return f"; did you mean {here!r}?"
     top = table.model_fields.get(key) if tables else None

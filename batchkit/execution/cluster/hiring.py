@@ -26,7 +26,7 @@ class Hiring:
     With ``workers.count = "auto"``, some workers always wait for resources, so that one starts as soon as a node joins, and
     Ray's autoscaler sees the demand.
 
-    - ``hear``: receives messages and what is learned about engines.
+    - ``hear``: receives messages, and the histories of engines that have changed.
     - ``known``: histories of earlier starts, by engine.
     - ``leases``: a hired worker is added to its workers.
     - ``workers`` (attribute): all workers so far, also workers that have left.
@@ -71,7 +71,6 @@ class Hiring:
         self._leases.give_up(worker.number)
         self._failures.append(failure)
         worker.leave("given up")
-        worker.life.kill()  # otherwise it would hold GPUs that waiting workers need
 
     def resize(self, *, all_read: bool) -> None:
         """With ``workers.count = "auto"``: start or remove workers that wait for resources, until their number is

@@ -250,8 +250,10 @@ class RayWorker:
         self.lives.append(Life(actor, histories))
 
     def leave(self, why: str) -> None:
+        """End the worker for good, also if its process still works."""
         self.left_at, self.up_until, self.why_left = utc_now(), time.monotonic(), why
         self.life.call = None  # otherwise its end would count as another death
+        self.life.kill()  # otherwise it would hold GPUs that waiting workers need
 
     @property
     def life(self) -> Life:

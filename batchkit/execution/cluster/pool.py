@@ -288,7 +288,6 @@ class RayPool:
         """End a worker that has left the leases, because its node was lost or drains."""
         self._say(f"worker {worker.number} has left{worker.life.where}: {why}")
         worker.leave(state)
-        worker.life.kill()
 
     def _quarantine(self, task: Task, cause: str) -> RecordLine:
         row = task.row
